@@ -89,6 +89,24 @@ def too_few_outputs() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(2))
 
 
+def norm_of_the_batch_alone(num_classes: int) -> nn.Module:
+    """A norm that needs two inputs, also when it is evaluated."""
+    return nn.Sequential(
+        nn.Flatten(), nn.LazyLinear(4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, num_classes)
+    )
+
+
+class Squeezed(nn.Module):
+    """As after a pooling with `squeeze()`: one image alone loses its dimension too."""
+
+    def __init__(self, num_classes: int, in_channels: int) -> None:
+        super().__init__()
+        self.pool, self.layer = nn.AdaptiveAvgPool2d(1), nn.Conv2d(in_channels, num_classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.pool(x)).squeeze()  # type: ignore[no-any-return]
+
+
 class TwoAnswers(nn.Module):
     """As networks with a second head do: a pair while they are trained."""
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from flatmin_lab.cli.config_file import overridden
 from flatmin_lab.data import DATA_SETS, Dataset, load
 from flatmin_lab.data.formats.download_progress import download_bar
+from flatmin_lab.data.registry import SYNTHETIC
 from flatmin_lab.models.user_model import short_name
 from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.recipes.recipe import Recipe
@@ -99,6 +100,8 @@ class Request:
         seed = int(known["seed"]) if self.seed is None else self.seed
         run_config.check_recipe(folder, known, recipe, seed)
         data = read_run_data(recipe, self.data, self.data_dir, download=self.download)
+        # changed data are the reason, whatever else does not fit because of them
+        run_config.check_same(folder, known, {**known, "data_sha256": data.checksum})
         return Plan(recipe, seed, data, folder)
 
     def _with_changes(self, recipe: Recipe) -> Recipe:
@@ -132,7 +135,7 @@ def _default_folder(data: Dataset, recipe: Recipe, seed: int) -> Path:
 
 def data_location(data: str) -> str:
     """The name of a data set, or an absolute path."""
-    return data if data in DATA_SETS else str(Path(data).expanduser().absolute())
+    return data if data in (*DATA_SETS, *SYNTHETIC) else str(Path(data).expanduser().absolute())
 
 
 def read_data(name: str, root: Path, *, download: bool, size: tuple[int, int] | None) -> Dataset:

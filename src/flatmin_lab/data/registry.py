@@ -67,6 +67,13 @@ def load_once(name: str, root: str, size: tuple[int, int] | None = None) -> Data
 
 
 def _load(name: str, root: Path, *, download: bool, progress: Progress | None, size: tuple[int, int] | None) -> Dataset:
+    path = Path(name).expanduser()
+    is_npz = path.suffix == ".npz" and path.is_file()
+    if size is not None and (is_npz or name in (*DATA_SETS, *SYNTHETIC)):
+        raise ValueError(
+            f"a size is what the images of a folder are resized to, got {size} for {name}; leave it out, or resize the "
+            "images yourself"
+        )
     if name in EMBEDDED:
         return EMBEDDED[name]()
     if name in SYNTHETIC:
@@ -81,10 +88,9 @@ def _load(name: str, root: Path, *, download: bool, progress: Progress | None, s
         if found is None:
             raise FileNotFoundError(_not_found(name, root))
         return found
-    path = Path(name).expanduser()
     if name and path.is_dir():
         return image_folder.load(path, size=size)
-    if path.suffix == ".npz" and path.is_file():
+    if is_npz:
         return npz.load(path)
     if path.suffix == ".npz" or len(path.parts) > 1:
         problem = "and is neither" if path.exists() else "and is not there"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatmin_lab.evaluation.subject import NormalisingModel
 from flatmin_lab.evaluation.trained_model import TrainedModel
 from flatmin_lab.runs.checkpoint import unshared
 from flatmin_lab.system.files import atomic_write
@@ -69,21 +70,30 @@ def _weights(trained: TrainedModel) -> bytes:
     return content
 
 
+class _Program(NormalisingModel):
+    """A program has no `if`: bytes, which the model divides by 255, would pass for images from 0 to 1."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.to(torch.float32))  # torch.export makes this a check that they are float32
+
+
 def _program(trained: TrainedModel) -> tuple[bytes, float]:
     """The program, and the largest difference of its logits from the model's."""
-    model = copy.deepcopy(trained.with_normalisation()).cpu()
+    model = copy.deepcopy(_Program(trained.model, trained.normalise)).cpu().eval()
     model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     try:
         program = _traced(model, _images(trained, EXPORTED_BATCH))
+        buffer = io.BytesIO()
+        torch.export.save(program, buffer)
+        return buffer.getvalue(), _check(buffer.getvalue(), model, trained)
+    except ExportError:
+        raise
     except Exception as error:  # a network may do anything
         first = str(error).strip().partition("\n")[0]
         raise ExportError(
             f"torch.export cannot export this model for a variable number of images ({type(error).__name__}: {first}); "
             "export its weights instead, with --to NAME.safetensors"
         ) from error
-    buffer = io.BytesIO()
-    torch.export.save(program, buffer)
-    return buffer.getvalue(), _check(buffer.getvalue(), model, trained)
 
 
 def _traced(model: nn.Module, x: Tensor) -> torch.export.ExportedProgram:

@@ -11,7 +11,7 @@ from flatmin_lab.data.dataset import Dataset, Split
 from flatmin_lab.data.normalise import Normalisation
 from flatmin_lab.recipes.recipe import PAPER_BATCH_SIZE
 from flatmin_lab.system.rng import generator
-from flatmin_lab.training.model_check import check_outputs
+from flatmin_lab.training.model_check import check_outputs, check_single_output
 
 
 @dataclass(frozen=True)
@@ -86,4 +86,6 @@ def user_subject(
             p.requires_grad_(p.is_floating_point())
     subject = Subject(model.to(device).eval(), normalise, here.train, here.test, own_data=own_data)
     x, _ = subject.inputs(subject.test, 2)
-    return replace(subject, notes=tuple(check_outputs(subject.model, x, subject.test.kind, data.num_classes)))
+    notes = check_outputs(subject.model, x, subject.test.kind, data.num_classes)
+    check_single_output(subject.model, x, data.num_classes)
+    return replace(subject, notes=tuple(notes))

@@ -29,6 +29,7 @@ Weights = Literal["ema", "last"]
 WEIGHTS = ("ema", "last")
 BATCH_SIZE = 256
 LARGEST_PIXEL = 2.0  # of images from 0 to 1, with some noise on them; one of 0 to 255 hardly lies below it
+SMALLEST_PIXEL = -1.0  # likewise; normalised ones, or those from −1 to 1, reach it
 
 
 class Inputs(TypedDict):
@@ -78,12 +79,13 @@ class TrainedModel:
     @torch.no_grad()
     def logits(self, x: Tensor) -> Tensor:
         """Of images (N, C, H, W), uint8 or from 0 to 1, or of points (N, D); on the model's device."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"inputs must be a tensor, got {type(x).__name__}; for an array, use torch.from_numpy")
         if tuple(x.shape[1:]) != self.input_shape:
-            raise ValueError(f"this model takes {self.shape_text}, got a tensor of shape {tuple(x.shape)}")
-        if self.kind == "images" and x.is_floating_point() and x.numel() and float(x.max()) > LARGEST_PIXEL:
-            raise ValueError(
-                f"images must be uint8, or from 0 to 1, got values up to {float(x.max()):g}; divide them by 255"
-            )
+            one = "; for a single one, give x[None]" if tuple(x.shape) == self.input_shape else ""
+            raise ValueError(f"this model takes {self.shape_text}, got a tensor of shape {tuple(x.shape)}{one}")
+        if self.kind == "images" and x.is_floating_point() and x.numel():
+            _check_pixels(float(x.min()), float(x.max()))
         parts = [self.model(self.normalise(part.to(self.device))) for part in x.split(BATCH_SIZE)]
         return torch.cat(parts).float()
 
@@ -101,6 +103,12 @@ class TrainedModel:
     def with_normalisation(self) -> nn.Module:
         """The model as a function of images from 0 to 1, or of points as the data have them."""
         return NormalisingModel(self.model, self.normalise).eval()
+
+
+def _check_pixels(smallest: float, largest: float) -> None:
+    if largest > LARGEST_PIXEL or smallest <= SMALLEST_PIXEL:
+        way_out = "divide them by 255" if smallest >= 0 else "give them without normalisation, which is the model's"
+        raise ValueError(f"images must be uint8, or from 0 to 1, got {smallest:g} to {largest:g}; {way_out}")
 
 
 def load_run(

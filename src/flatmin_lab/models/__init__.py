@@ -79,7 +79,14 @@ def settings_for(name: str, shape: Sequence[int]) -> dict[str, int]:
     >>> settings_for("mlp", (1, 8, 8)), settings_for("mlp", (2,)), settings_for("convnet", (1, 8, 8))
     ({'side': 8}, {}, {})
     """
-    return {"side": shape[-1]} if canonical(name) == "mlp" and len(shape) == 3 else {}
+    if canonical(name) != "mlp" or len(shape) != 3:
+        return {}
+    if shape[1] != shape[2]:
+        raise ValueError(
+            f"an mlp takes points, or images that are square, got {shape[1]} by {shape[2]}; resize the images, with "
+            "--size HEIGHT WIDTH for those of a folder, or use another model, such as convnet"
+        )
+    return {"side": shape[2]}
 
 
 def build(

@@ -18,6 +18,7 @@ STATE_DICT_KEYS = (
     "model_state",
     "model",
 )  # where trainers put a state dict in a larger checkpoint
+CHECKPOINT_METADATA = {"state", "sha256"}  # of the checkpoints that flatmin writes (runs/checkpoint.py)
 WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile and Lightning
 
 
@@ -36,11 +37,19 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; give the file with the model's weights")
     if path.suffix == ".safetensors":
-        safetensors = need("safetensors.torch", "reading safetensors")
+        safetensors = need("safetensors", "reading safetensors")
         try:
-            return dict(safetensors.load_file(path))
+            with safetensors.safe_open(path, framework="pt") as file:
+                is_checkpoint = (file.metadata() or {}).keys() >= CHECKPOINT_METADATA
+                weights = {} if is_checkpoint else {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except Exception as error:
             raise ValueError(f"{path} cannot be read as safetensors ({error})") from error
+        if is_checkpoint:
+            raise ValueError(
+                f"{path} is a run's checkpoint, which holds more than weights; its weights become a file with "
+                f"`flatmin export {path} --to weights.safetensors`"
+            )
+        return weights
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle can raise anything
@@ -58,10 +67,12 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _without_wrapper_prefix(weights: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
-    """Without the prefix that a wrapper put before every key, unless the model has such keys itself."""
-    for prefix in WRAPPER_PREFIXES:
-        if weights and all(key.startswith(prefix) for key in weights) and not weights.keys() & wanted:
-            weights = {key.removeprefix(prefix): value for key, value in weights.items()}
+    """Without the prefixes that wrappers put before every key, unless the model has such keys itself."""
+    while weights and not weights.keys() & wanted:
+        found = [prefix for prefix in WRAPPER_PREFIXES if all(key.startswith(prefix) for key in weights)]
+        if not found:
+            break
+        weights = {key.removeprefix(found[0]): value for key, value in weights.items()}
     return weights
 
 
@@ -76,6 +87,11 @@ def assign_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str, 
     given = {key: tuple(value.shape) for key, value in weights.items() if not any(_is_under(key, p) for p in without)}
     missing, foreign = has.keys() - given.keys(), given.keys() - has.keys()
     apart = [f"{key} is {given[key]}, not {has[key]}" for key in has if key in given and given[key] != has[key]]
+    apart += [
+        f"{key} is {weights[key].dtype}, not {own[key].dtype}"
+        for key in has
+        if key in given and own[key].is_floating_point() and not weights[key].is_floating_point()
+    ]
     differences = [
         *([f"without {_few(sorted(missing))}"] if missing else []),
         *([f"with {_few(sorted(foreign))}, which the model does not have"] if foreign else []),

@@ -26,6 +26,7 @@ from flatmin.doctor import own_lines
 
 DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)  # nobody's code is to blame
 MAX_LINES = 3  # of the user's code that an error shows: the innermost ones
+_FOLDERS: set[str] = set()  # of the files that were loaded
 
 
 class UserCodeError(ValueError):
@@ -164,8 +165,8 @@ def _load_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} must be a Python file, which ends in .py")
     module = importlib.util.module_from_spec(spec)
+    _import_from(path.parent)
     sys.modules.setdefault(path.stem, module)  # dataclasses look themselves up there
-    _add_to_path(path.parent)
     spec.loader.exec_module(module)
     return module
 
@@ -190,10 +191,28 @@ def _no_module(name: str, default: str) -> str:
 def search_beside(place: str) -> None:
     """Let a copy of a file import what is beside the file itself."""
     if place.endswith(".py") and Path(place).parent.is_dir():
-        _add_to_path(Path(place).parent)
+        _import_from(Path(place).parent)
 
 
 def _add_to_path(folder: Path) -> None:
     """Python does so for the folder of a script, and with `-m` for the current one; for a command it does neither."""
     if (place := str(folder.absolute())) not in sys.path:
         sys.path.insert(0, place)
+
+
+def _import_from(folder: Path) -> None:
+    """Let a file import what lies beside it, also if the file of another run has imported that name from its folder."""
+    place = str(folder.absolute())
+    for name in [name for name in sys.modules if "." not in name and _place_of(name) in _FOLDERS - {place}]:
+        if (folder / f"{name}.py").is_file() or (folder / name).is_dir():
+            for inside in [other for other in sys.modules if f"{other}.".startswith(f"{name}.")]:
+                del sys.modules[inside]
+    sys.path[:] = [place, *(other for other in sys.path if other != place)]
+    _FOLDERS.add(place)
+
+
+def _place_of(name: str) -> str:
+    """The folder that an imported module or package lies in."""
+    module = sys.modules[name]
+    inside = next(iter(getattr(module, "__path__", ())), None) or getattr(module, "__file__", None)
+    return "" if inside is None else str(Path(inside).absolute().parent)

@@ -46,7 +46,7 @@ from flatmin_lab.training.captured_forward import CapturedForward
 from flatmin_lab.training.data_parallel import broadcast_buffers, sharded_logits
 from flatmin_lab.training.evaluation import image_scores, reliability_bins, score_logits
 from flatmin_lab.training.learner import Learner
-from flatmin_lab.training.model_check import check_outputs, check_training_outputs
+from flatmin_lab.training.model_check import check_outputs, check_single_output, check_training_outputs
 from flatmin_lab.training.ranks import RankGroup, check_batches, check_same_run
 from flatmin_lab.training.train_state import TrainState, run_facts
 
@@ -243,6 +243,7 @@ class _TrainingRun:
         with FlopCount() if built_in and device.type == "cpu" else nullcontext() as counted:
             self.learner.notes += check_outputs(self.learner.model, x, self.data.train.kind, classes)
         if not built_in:
+            check_single_output(self.learner.model, x, classes)
             check_training_outputs(self.learner.model, x, classes)
         parameters = sum(p.numel() for p in self.learner.model.parameters())
         flops = counted.flops / len(x) if counted is not None else most_flops(parameters, self.data.train.shape)

@@ -30,15 +30,38 @@ def check_outputs(model: nn.Module, x: Tensor, kind: str, classes: int) -> list[
     return notes
 
 
+def check_single_output(model: nn.Module, x: Tensor, classes: int) -> None:
+    """The same for one input, which may be all of a batch, or of a prediction: `squeeze()` drops its dimension.
+
+    BatchNorm without running statistics may need two.
+    """
+    norms = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
+    if any(norm.running_mean is None for norm in norms):
+        return
+    with (
+        _unchanged_generators(x.device),
+        torch.no_grad(),
+        eval_mode(model),
+        _telling("the model does not take one input"),
+    ):
+        logits = model(x[:1])
+    _check_logits(logits, 1, classes, "; keep the first dimension: flatten(1) does, and squeeze() does not")
+
+
 def check_training_outputs(model: nn.Module, x: Tensor, classes: int) -> None:
     """The same in training mode, where some networks return more; on a copy, so that no statistic moves."""
-    devices = generator_devices(x.device)
-    states = [random_state(device) for device in devices]
-    with torch.no_grad(), _telling("the model cannot be trained"):
+    with _unchanged_generators(x.device), torch.no_grad(), _telling("the model cannot be trained"):
         logits = copy.deepcopy(model).train()(x)
-    for device, state in zip(devices, states, strict=True):
-        set_random_state(device, state)
     _check_logits(logits, len(x), classes, " in training mode")
+
+
+@contextmanager
+def _unchanged_generators(device: torch.device) -> Iterator[None]:
+    devices = generator_devices(device)
+    states = [random_state(one) for one in devices]
+    yield
+    for one, state in zip(devices, states, strict=True):
+        set_random_state(one, state)
 
 
 def check_saveable(model: nn.Module, name: str) -> None:
@@ -74,7 +97,8 @@ def _check_logits(logits: object, count: int, classes: int, when: str = "") -> N
     shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != count or logits.shape[1] < classes:
         raise ValueError(
-            f"the model must return logits ({count}, K) of {count} inputs for K = {classes} classes, got {shape}{when}"
+            f"the model must return logits ({count}, K) of {count} input{'s' if count > 1 else ''} for K = {classes} "
+            f"classes, got {shape}{when}"
         )
     if not logits.is_floating_point():
         raise ValueError(f"the model must return logits as floating-point numbers, got {logits.dtype}")

@@ -53,6 +53,29 @@ def test_points_can_be_trained_too(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
+def test_a_run_on_synthetic_images_is_resumed_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["--data", "cifar10-made", "--model", "mlp", "--model-settings", "width=4", "--epochs", 1]
+    assert flatmin("train", *asked, "--out", tmp_path / "run").exit_code == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]["data"] == "cifar10-made"
+    monkeypatch.chdir(tmp_path)
+    result = flatmin("train", "--out", tmp_path / "run", "--resume")
+    assert result.exit_code == 0, result.output
+
+
+def test_changed_data_are_named_before_what_does_not_fit_because_of_them(tmp_path: Path) -> None:
+    """One image more would be alone in its batch."""
+    for name in ("cat", "dog"):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        for number in range(5):
+            Image.new("L", (8, 8), number).save(tmp_path / "pets" / name / f"{number}.png")
+    asked = ["--data", tmp_path / "pets", "--model", "convnet", "--epochs", 1, "--batch-size", 8]
+    assert flatmin("train", *asked, "--out", tmp_path / "run").exit_code == 0
+    Image.new("L", (8, 8), 9).save(tmp_path / "pets" / "cat" / "9.png")
+    result = flatmin("train", "--out", tmp_path / "run", "--resume")
+    assert result.exit_code == 2
+    assert "the data set has different contents" in words(result.stderr)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_can_be_trained(tmp_path: Path, method: str) -> None:
     result = flatmin(*FAST, "--method", method, "--out", tmp_path / "run")

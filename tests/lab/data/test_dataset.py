@@ -112,6 +112,14 @@ def test_paths_of_the_home_folder_and_paths_that_are_not_there(tmp_path: Path, m
         load("")
 
 
+def test_only_the_images_of_a_folder_are_resized(tmp_path: Path) -> None:
+    x, y = np.zeros((2, 8, 8), np.uint8), np.array([0, 1])
+    np.savez(tmp_path / "x.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    for name in ("digits", "cifar10-made", tmp_path / "x.npz"):
+        with pytest.raises(ValueError, match=r"images of a folder are resized to, got \(4, 4\) for .*; leave it out"):
+            load(name, size=(4, 4))
+
+
 def test_a_missing_package_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     digits.all_digits.cache_clear()

@@ -1,5 +1,6 @@
 """Outside data come in the shape that the model takes, as `flatmin predict` would read them, or are refused."""
 
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from tests.support.images import various
 
 
 def like(*shape: int, images: bool = True) -> Split:
-    x = torch.zeros(2, *shape, dtype=torch.uint8 if images else torch.float32)
+    """Two images of stripes, which no other data set has."""
+    x = (torch.arange(2 * prod(shape)) % 251).view(2, *shape).to(torch.uint8 if images else torch.float32)
     return Split(x, torch.zeros(2, dtype=torch.int64))
 
 
@@ -119,3 +121,21 @@ def test_a_file_needs_no_labels(tmp_path: Path) -> None:
     np.savez(tmp_path / "wrong.npz", y_test=x)
     with pytest.raises(ValueError, match="must hold x_test; missing: x_test, found: y_test"):
         load_outside(str(tmp_path / "wrong.npz"), like=load("digits").test)
+
+
+def test_points_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", x_test=np.full((3, 2), np.nan, np.float32))
+    with pytest.raises(ValueError, match=r"x\.npz: points must be finite, got nan or infinity in x_test"):
+        load_outside(str(tmp_path / "x.npz"), like=load("spiral").test)
+
+
+def test_a_folder_that_was_divided_for_the_training_is_not_outside(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        for number in range(10):
+            pixels = generator.integers(0, 256, (8, 9), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "pets" / name / f"{number}.png")
+    own = load(tmp_path / "pets", size=(5, 6)).test
+    with pytest.raises(ValueError, match=r"must differ from the model's own, got .*pets for both; name another"):
+        load_outside(str(tmp_path / "pets"), like=own)

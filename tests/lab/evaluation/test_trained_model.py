@@ -67,14 +67,26 @@ def test_images_from_0_to_1_and_bytes_give_the_same(loaded: TrainedModel) -> Non
     torch.testing.assert_close(loaded.probabilities(x).sum(dim=1), torch.ones(len(x)))
     with pytest.raises(ValueError, match=r"takes images of 1 × 6 × 6, got a tensor of shape \(2, 3, 6, 6\)"):
         loaded.logits(torch.zeros(2, 3, 6, 6))
+    with pytest.raises(ValueError, match=r"got a tensor of shape \(1, 6, 6\); for a single one, give x\[None\]"):
+        loaded.predict(x[0])
+    with pytest.raises(TypeError, match=r"must be a tensor, got ndarray; for an array, use torch\.from_numpy"):
+        loaded.predict(x.numpy())  # type: ignore[arg-type]
 
 
 def test_floats_from_0_to_255_are_refused_and_noise_is_not(loaded: TrainedModel) -> None:
     x = tiny_data().test.x
-    with pytest.raises(ValueError, match=r"from 0 to 1, got values up to 2\d\d; divide them by 255"):
+    with pytest.raises(ValueError, match=r"from 0 to 1, got 0 to 2\d\d; divide them by 255"):
         loaded.predict(x.float())
     assert len(loaded.predict(x / 255 + 0.5)) == len(x)
     assert loaded.predict(x[:0].float()) == []
+
+
+def test_images_that_are_normalised_already_are_refused(loaded: TrainedModel) -> None:
+    x = tiny_data().test.x
+    for normalised in (loaded.normalise(x), loaded.normalise(x).clamp(max=2), x / 255 * 9 - 0.4, x / 127.5 - 1):
+        with pytest.raises(ValueError, match=r"from 0 to 1, got -\S+ to \S+; give them without normalisation"):
+            loaded.predict(normalised)
+    assert len(loaded.predict(x / 255 - 0.5)) == len(x)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool], ids=str)
@@ -267,6 +279,8 @@ def test_an_exported_program_takes_any_number_of_images_and_gives_the_same_logit
     for count in (1, 2, 30):
         x = tiny_data().test.x[:count].float() / 255
         torch.testing.assert_close(program(x), loaded.logits(x), rtol=1e-5, atol=1e-6)
+    with pytest.raises(RuntimeError, match="Expected: Float, Got: unsigned char"):
+        program(tiny_data().test.x)
 
 
 def test_a_program_with_other_logits_gets_no_name(
@@ -293,6 +307,13 @@ def test_a_network_that_cannot_be_traced_is_told_the_other_way(tmp_path: Path) -
     with pytest.raises(ExportError, match=r"export its weights instead, with --to NAME.safetensors"):
         export(loaded, tmp_path / "model.pt2")
     export(loaded, tmp_path / "model.safetensors")
+
+
+def test_a_network_that_needs_two_images_is_told_the_other_way(tmp_path: Path) -> None:
+    run(tiny_recipe(model=f"{FILE}:norm_of_the_batch_alone", model_settings={}, epochs=1), tmp_path / "run")
+    with pytest.raises(ExportError, match=r"more than 1 value .*; export its weights instead, with --to NAME"):
+        export(flatmin_lab.load_run(tmp_path / "run"), tmp_path / "model.pt2")
+    assert not (tmp_path / "model.pt2").exists()
 
 
 def test_the_command_says_which_weights_and_overwrites_nothing(trained: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from flatmin_lab.models import MODELS, build
+from flatmin_lab.models import MODELS, build, settings_for
 from flatmin_lab.models.preact_resnet import SHORTCUTS, Shortcut
 from flatmin_lab.models.preact_resnet import Block as PreActBlock
 from flatmin_lab.models.wide_resnet import Block as WideBlock
@@ -202,6 +202,11 @@ def test_wrong_arguments_are_named(arguments: dict[str, object], message: str) -
 def test_an_mlp_says_what_it_takes() -> None:
     with pytest.raises(ValueError, match=r"takes 1 numbers, got inputs of shape \(1, 8, 8\); build it with .*side="):
         build("mlp", in_channels=1)(torch.zeros(2, 1, 8, 8))
+
+
+def test_an_mlp_says_that_images_must_be_square() -> None:
+    with pytest.raises(ValueError, match=r"images that are square, got 8 by 16; resize the images"):
+        settings_for("mlp", (1, 8, 16))
 
 
 def test_vgg_says_how_large_images_must_be() -> None:

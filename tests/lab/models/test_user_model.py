@@ -223,11 +223,41 @@ def test_a_file_finds_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.Mo
     assert model.in_features == 3
 
 
+@pytest.mark.parametrize("is_package", [True, False], ids=["package", "namespace"])
+def test_every_file_imports_from_its_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_package: bool
+) -> None:
+    """Two versions of a project have files of the same names; a process may load runs of both."""
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for width in (3, 4):
+        (tmp_path / f"v{width}" / "parts").mkdir(parents=True)
+        if is_package:
+            (tmp_path / f"v{width}" / "parts" / "__init__.py").write_text("")
+        (tmp_path / f"v{width}" / "parts" / "sizes.py").write_text(f"width = {width}\n")
+        (tmp_path / f"v{width}" / "layers_of_it.py").write_text(
+            "from torch import nn\nfrom parts.sizes import width\ndef layer():\n    return nn.Linear(width, 1)\n"
+        )
+        (tmp_path / f"v{width}" / "versioned.py").write_text(
+            "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom layers_of_it import layer\n"
+            "@dataclass\nclass Size:\n    width: int = 1\n\ndef make_model():\n    return layer()\n"
+        )
+    for width in (3, 4, 3, 3, 4):
+        model = make(f"{tmp_path}/v{width}/versioned.py")
+        assert isinstance(model, nn.Linear)
+        assert model.in_features == width
+
+
 WAYS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "plain": lambda weights: weights,
     "in a checkpoint": lambda weights: {"epoch": 3, "state_dict": weights},
     "of DataParallel": lambda weights: {f"module.{key}": value for key, value in weights.items()},
     "compiled": lambda weights: {f"_orig_mod.{key}": value for key, value in weights.items()},
+    "compiled around DataParallel": lambda weights: {
+        f"_orig_mod.module.{key}": value for key, value in weights.items()
+    },
+    "compiled in Lightning": lambda weights: {
+        "state_dict": {f"model._orig_mod.{key}": value for key, value in weights.items()}
+    },
     "of Lightning": lambda weights: {"state_dict": {f"model.{key}": value for key, value in weights.items()}},
 }
 
@@ -254,6 +284,19 @@ def test_weights_of_another_model_are_refused_and_the_names_that_differ_said(tmp
     assert "with 9.bias, which the model does not have" in said
     assert "0.weight is (3, 2), not (4, 2)" in said
     assert torch.equal(before, model[0].weight)
+
+
+def test_weights_of_any_precision_are_read_and_whole_numbers_refused(tmp_path: Path) -> None:
+    """Those of a quantised network mean something else."""
+    saved = nn.Linear(3, 2)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        fresh = nn.Linear(3, 2)
+        torch.save({key: value.to(dtype) for key, value in saved.state_dict().items()}, tmp_path / "w.pt")
+        weights.load_weights(fresh, tmp_path / "w.pt")
+        assert torch.equal(fresh.weight, saved.weight.to(dtype).float())
+    torch.save({key: (100 * value).to(torch.int8) for key, value in saved.state_dict().items()}, tmp_path / "w.pt")
+    with pytest.raises(weights.WeightsError, match=r"weight is torch\.int8, not torch\.float32"):
+        weights.load_weights(nn.Linear(3, 2), tmp_path / "w.pt")
 
 
 def test_named_modules_keep_their_own_weights(tmp_path: Path) -> None:

@@ -157,6 +157,7 @@ def test_wrong_outputs_are_told_before_the_first_step(tmp_path: Path) -> None:
     for model, text in (
         ("too_few_outputs", r"logits \(2, K\) of 2 inputs for K = 3 classes, got \(2, 2\)$"),
         ("TwoAnswers", "got tuple in training mode"),
+        ("Squeezed", r"logits \(1, K\) of 1 input for K = 3 classes, got \(3,\); keep the first dimension"),
     ):
         with pytest.raises(ValueError, match=text):
             run(own_recipe(model), tmp_path / model)
@@ -165,6 +166,10 @@ def test_wrong_outputs_are_told_before_the_first_step(tmp_path: Path) -> None:
         ValueError, match=r"does not take images of 1 × 6 × 6(?s:.)*own_networks.py, line \d+, in forward"
     ):
         run(own_recipe("ForOtherImages"))
+
+
+def test_a_norm_without_running_statistics_is_trained_on_batches_of_two_or_more() -> None:
+    assert any(isinstance(event, Finished) for event in run(own_recipe("norm_of_the_batch_alone", epochs=1)))
 
 
 def test_probabilities_are_noticed() -> None:
@@ -253,6 +258,13 @@ def test_a_head_of_another_size_is_told_with_the_way_out(tmp_path: Path) -> None
     fresh = learner_of(own_recipe("ResNet"), tiny_data()).model.state_dict()
     for key, value in learner.model.state_dict().items():
         assert torch.equal(value, fresh[key] if key.startswith("fc.") else weights[key]), key
+
+
+def test_a_checkpoint_is_not_a_file_of_weights_but_becomes_one(tmp_path: Path) -> None:
+    run(own_recipe("ResNet", epochs=1), tmp_path / "run")
+    checkpoint = next((tmp_path / "run").glob("checkpoint-*"))
+    with pytest.raises(ValueError, match=rf"a run's checkpoint.* with `flatmin export {checkpoint} --to weights"):
+        learner_of(own_recipe("ResNet", init=str(checkpoint)), tiny_data())
 
 
 def test_a_resumed_run_needs_its_initial_weights_no_more(tmp_path: Path) -> None:

@@ -8,8 +8,12 @@ The files are untrusted: 20 kB of PNG can hold 10⁸ pixels, and Pillow starts G
 x.png. So only these formats are opened, only regular files, and every header is checked before a pixel is decoded.
 """
 
+import os
+import re
 import warnings
+from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +35,9 @@ COLOUR_MODES = ("P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "PA")
 MODES = {1: "L", 3: "RGB"}  # what images of so many channels are read as
 WHAT = "a folder of images"
 TEST_FOLDERS = ("test", "val", "valid", "validation")
+# names of splits that are not called train and test: Train, testing, seg_test, training_set
+TRAIN_LIKE = re.compile(r"(?<![a-z])train(ing|set)?(?![a-z])", re.IGNORECASE)
+TEST_LIKE = re.compile(r"(?<![a-z])(test(ing|set)?|val(id|idation)?)(?![a-z])", re.IGNORECASE)
 
 
 def load(path: Path, *, size: tuple[int, int] | None = None, seed: int = 0) -> Dataset:
@@ -46,32 +53,51 @@ def load(path: Path, *, size: tuple[int, int] | None = None, seed: int = 0) -> D
     folders = [path] if test is None else [path / "train", test]
     names = _classes(folders)
     found = [_list_images(folder, names) for folder in folders]
+    if test is None and min(Counter(found[0][1]).values()) < 3:
+        raise ValueError(
+            f"{path}: a class must have at least 3 images for a fifth of them to be one for testing; "
+            "add images, or make train/ and test/"
+        )
     headers = [read_header(file) for files, _ in found for file in files]
     mode = "L" if {header.mode for header in headers} <= set(GREY_MODES) else "RGB"
     _check_total(path, headers, size, channels=len(mode))
     splits = [Split(read_images(files, mode, size), torch.tensor(labels)) for files, labels in found]
     if test is None:
-        if min(splits[0].y.bincount().tolist()) < 3:
-            raise ValueError(
-                f"{path}: a class must have at least 3 images for a fifth of them to be one for testing; "
-                "add images, or make train/ and test/"
-            )
         train_part, test_part = stratified_split(splits[0].y, share=0.2, generator=generator("folder", seed))
         splits = [splits[0].at(train_part), splits[0].at(test_part)]
     return Dataset(path.resolve().name, splits[0], splits[1], names, str(path))
 
 
 def _classes(folders: Sequence[Path]) -> list[str]:
-    sets = [
-        sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not _is_hidden(entry.name))
-        for folder in folders
-    ]
-    if not sets[0]:
-        raise FileNotFoundError(f"{folders[0]} must hold one folder of images per class, got no folder in it")
+    sets = [_folders_in(folder) for folder in folders]
+    for folder, names in zip(folders, sets, strict=True):
+        if not names:
+            raise FileNotFoundError(f"{folder} must hold one folder of images per class, got no folder in it")
     if any(names != sets[0] for names in sets):
         odd = sorted(set(sets[0]) ^ set(sets[1]))
         raise ValueError(f"train and test must have the same classes; only one of them has {', '.join(odd)}")
+    _check_classes(folders[0], sets[0])
     return sets[0]
+
+
+def _check_classes(folder: Path, names: Sequence[str]) -> None:
+    """Raise where the folders look like another level of the tree: learning these would go well, and mean nothing."""
+    if len(names) == 1:
+        raise ValueError(
+            f"{folder} must hold a folder of images for each of at least two classes, got only {names[0]}/; "
+            "name the folder that holds the classes"
+        )
+    trains, tests = ([name for name in names if like.search(name)] for like in (TRAIN_LIKE, TEST_LIKE))
+    for train, test in product(trains, tests):
+        if set(_folders_in(folder / train)) & set(_folders_in(folder / test)):
+            raise ValueError(
+                f"{folder} holds {train}/ and {test}/, which look like a training and a test set, not like classes; "
+                "call them train/ and test/"
+            )
+
+
+def _folders_in(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not _is_hidden(entry.name))
 
 
 def _is_hidden(name: str) -> bool:
@@ -79,9 +105,21 @@ def _is_hidden(name: str) -> bool:
 
 
 def find_images(folder: Path) -> list[Path]:
-    """The images in a folder and in those inside it, in order; by their names alone."""
-    images = (file for file in folder.rglob("*") if file.suffix.lower() in EXTENSIONS)
-    return sorted(file for file in images if not any(map(_is_hidden, file.relative_to(folder).parts)))
+    """The images in a folder and in those inside it or linked from it, in order; by their names alone."""
+
+    def refuse(error: OSError) -> None:
+        raise error  # images in a folder that cannot be read would be missing without a word
+
+    found: list[Path] = []
+    seen: set[str] = set()
+    for place, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+        folders[:] = sorted(name for name in folders if not _is_hidden(name))
+        if (real := os.path.realpath(place)) in seen:  # links may go round in a circle
+            folders.clear()
+            continue
+        seen.add(real)
+        found += [Path(place, name) for name in files if not _is_hidden(name)]
+    return sorted(file for file in found if file.suffix.lower() in EXTENSIONS)
 
 
 def _list_images(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]]:

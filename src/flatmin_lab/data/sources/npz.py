@@ -34,6 +34,8 @@ def load(path: Path) -> Dataset:
         if "names" in arrays
         else default_class_names(y_train, y_test, str(path))
     )
+    if len(names) < 2:
+        raise ValueError(f"{path} must have at least two classes, got labels that are all 0: is y_train filled in?")
     train = Split(_images(arrays["x_train"], f"{path}: x_train"), y_train)
     test = Split(_images(arrays["x_test"], f"{path}: x_test"), y_test)
     return Dataset(path.stem, train, test, names, str(path))
@@ -41,7 +43,10 @@ def load(path: Path) -> Dataset:
 
 def load_test_images(path: Path) -> Tensor:
     """x_test alone, for which the file needs no labels."""
-    return _images(read(path, ("x_test",))["x_test"], f"{path}: x_test")
+    x = _images(read(path, ("x_test",))["x_test"], f"{path}: x_test")
+    if x.is_floating_point() and not bool(x.isfinite().all()):
+        raise ValueError(f"{path}: points must be finite, got nan or infinity in x_test")
+    return x
 
 
 def read(path: Path, keys: tuple[str, ...], *, optional: tuple[str, ...] = ()) -> dict[str, Array]:
@@ -83,6 +88,10 @@ def _checked_size(content: zipfile.ZipFile, key: str) -> int:
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read_header(member)
         held = content.getinfo(name).file_size - member.tell()
+    if dtype.hasobject:
+        raise ValueError(
+            f"{key} holds Python objects, which are never loaded: save {key}.astype(int), or (str) for names"
+        )
     if min(shape, default=0) < 0 or prod(shape) * dtype.itemsize != held:
         raise ValueError(f"{key} has {dtype} of shape {shape}, which do not fit its {held} bytes")
     return held

@@ -29,11 +29,13 @@ SPLITS = ("train", "test")
 def from_torch(
     train: Any, test: Any, *, name: str, names: Sequence[str] | None = None, cache: Path | str | None = None
 ) -> Dataset:
-    """Both splits; class names from `names`, from the data set's `classes`, or numbers.
+    """Both splits; class names from `names`, from the data sets' `classes`, or numbers.
 
     The cache is rebuilt when the length of the data set or one of 16 items spread over it has changed; after a smaller
     change, delete it.
     """
+    if names is None:
+        _check_same_classes(train, test)
     probes = [_probe(split, which) for split, which in ((train, "training"), (test, "test"))]
     seen = hashlib.sha256("".join(probes).encode()).hexdigest()
     path = None if cache is None else Path(cache).expanduser()
@@ -44,6 +46,18 @@ def from_torch(
     if path is not None and kept is None:
         _write(path, seen, splits)
     return data
+
+
+def _check_same_classes(train: Any, test: Any) -> None:
+    """Raise where a label has two names: torchvision's ImageFolder numbers the folders that it finds in each split."""
+    ours, theirs = (getattr(split, "classes", None) for split in (train, test))
+    if ours and theirs and list(ours) != list(theirs):
+        odd = [str(name) for name in (*ours, *theirs) if name not in ours or name not in theirs]
+        problem = f"only one has {', '.join(odd[:4])}" if odd else "they have them in another order"
+        raise ValueError(
+            f"both splits must have the same `classes`, or a label means another class in each, but {problem}; "
+            "number the classes of both alike, or give names= if they are"
+        )
 
 
 def _item(split: Any, index: int) -> tuple[Tensor, int]:

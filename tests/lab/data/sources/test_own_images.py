@@ -80,10 +80,16 @@ class TestNpz:
                 "y_test": np.array([1, 2]),
             },
             "got 90000 for 4 images; number the classes": {**good, "y_test": np.array([0, 90_000])},
+            "at least two classes, got labels that are all 0": {
+                **good,
+                "y_train": np.zeros(2, int),
+                "y_test": np.zeros(2, int),
+            },
             "names must be strings": {**good, "names": np.array("cat")},
             "of at least one pixel": {**good, "x_train": good["x_train"][:, :0], "x_test": good["x_test"][:, :0]},
             "one shape": {**good, "x_test": np.zeros((2, 9, 9, 3), np.uint8)},
             "plain arrays": {**good, "y_train": np.array([{}, {}], dtype=object)},
+            "names holds Python objects, which are never loaded": {**good, "names": np.array(["a", "b"], dtype=object)},
         }
         for message, arrays in cases.items():
             np.savez(tmp_path / "x.npz", **arrays)  # type: ignore[arg-type]
@@ -210,6 +216,7 @@ class TestFolder:
         with pytest.raises(ValueError, match=r"8 bits per channel, got mode I;16 in .*deep\.png"):
             load(root)
         few = self.write(tmp_path / "few", count=2)
+        (few / "dog" / "0.png").write_bytes(b"no image")  # which takes longer to find out
         with pytest.raises(ValueError, match="at least 3 images"):
             load(few)
         self.write(tmp_path / "half" / "train")
@@ -219,6 +226,35 @@ class TestFolder:
         (tmp_path / "half" / "test" / "bird").mkdir()
         with pytest.raises(ValueError, match="only one of them has bird"):
             load(tmp_path / "half")
+
+    @pytest.mark.parametrize(
+        "names", [("Train", "Test"), ("training", "testing"), ("seg_train", "seg_test"), ("training_set", "Validation")]
+    )
+    def test_splits_that_are_not_called_train_and_test_are_not_taken_for_classes(
+        self, tmp_path: Path, names: tuple[str, str]
+    ) -> None:
+        for name in names:
+            self.write(tmp_path / "pets" / name, count=3)
+        with pytest.raises(ValueError, match=r"not like classes; call them train/ and test/"):
+            load(tmp_path / "pets")
+
+    def test_classes_may_have_such_words_in_their_names(self, tmp_path: Path) -> None:
+        root = self.write(tmp_path / "places", count=3)
+        (root / "cat").rename(root / "train_station")
+        (root / "dog").rename(root / "test tube")
+        assert load(root).names == ["test tube", "train_station"]
+
+    def test_a_folder_above_that_of_the_classes_is_refused(self, tmp_path: Path) -> None:
+        self.write(tmp_path / "all" / "pets", count=3)
+        with pytest.raises(ValueError, match="at least two classes, got only pets/; name the folder that holds"):
+            load(tmp_path / "all")
+
+    def test_a_test_folder_without_labels_is_named(self, tmp_path: Path) -> None:
+        self.write(tmp_path / "pets" / "train", count=3)
+        (tmp_path / "pets" / "test").mkdir()
+        Image.new("RGB", (9, 7)).save(tmp_path / "pets" / "test" / "0.png")
+        with pytest.raises(FileNotFoundError, match=r"pets/test must hold one folder of images per class, got no"):
+            load(tmp_path / "pets")
 
     def test_the_name_of_a_file_does_not_choose_the_program_that_reads_it(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -249,6 +285,14 @@ class TestFolder:
             load(root)
         with pytest.raises(ValueError, match=r"at most 16 GiB, got 96 images of 268\.2 GiB in .*pets"):
             load(root, size=(10**5, 10**4))
+
+    def test_linked_folders_are_read_and_links_may_go_round_in_a_circle(self, tmp_path: Path) -> None:
+        root, other = self.write(tmp_path / "pets"), self.write(tmp_path / "other", count=4)
+        (root / "cat" / "more").symlink_to(other / "cat")
+        (root / "cat" / "circle").symlink_to(root / "cat")
+        (root / "bird").symlink_to(other / "dog")
+        data = load(root)
+        assert (data.train.y.bincount() + data.test.y.bincount()).tolist() == [4, 14, 10]
 
     def test_a_pipe_is_refused_and_a_link_to_an_image_is_followed(self, tmp_path: Path) -> None:
         root = self.write(tmp_path / "pets")

@@ -57,6 +57,17 @@ def test_torchs_own_tensor_data_set_and_points() -> None:
     assert data.names == ["even", "odd"]
 
 
+def test_a_label_has_the_same_name_in_both_splits() -> None:
+    train, test = both()
+    for found, problem in ((["a", "c", "d"], "only one has b"), (["d", "c", "b", "a"], "in another order")):
+        train.classes, test.classes = ["a", "b", "c", "d"], found  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match=rf"both splits must have the same `classes`, .* {problem}"):
+            from_torch(train, test, name="mine")
+        assert from_torch(train, test, name="mine", names=["0", "1", "2", "3"]).names == ["0", "1", "2", "3"]
+    test.classes = ["a", "b", "c", "d"]  # type: ignore[attr-defined]
+    assert from_torch(train, test, name="mine").names == ["a", "b", "c", "d"]
+
+
 def test_the_second_time_it_comes_from_the_cache_and_a_change_is_noticed(tmp_path: Path) -> None:
     cache = tmp_path / "new" / "mine.npz"
     train, test = both()
