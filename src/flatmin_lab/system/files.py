@@ -70,6 +70,26 @@ def remove_temporary_files(folder: Path) -> None:
         left.unlink(missing_ok=True)
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process or thread is in such a block, so that what is read in it can be changed and rewritten.
+
+    The folder itself is locked, so no file is left in it. It need not be writable; where nothing can lock, nothing does.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not there on Windows
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 def lock(file: IO[bytes], message: str) -> None:
     """Lock the file until this process ends, however it ends; `message` is the error where another process has it.
 

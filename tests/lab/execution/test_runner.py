@@ -1,7 +1,9 @@
 """Recipe + seed → one result file: trained, evaluated, stored; a run that fails is stored too, and stops no other."""
 
 import json
+import time
 from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -230,6 +232,22 @@ def test_what_is_planned_is_written_once_and_in_order(store: ResultStore) -> Non
     assert store.plan(runs, date(2026, 1, 4)) == (0, 0)
     assert [(run["seed"], run["planned"]) for run in store.planned()] == [(0, "2026-01-02"), (1, "2026-01-03")]
     assert store.planned()[0]["parts"] == ["attack"]
+
+
+def test_what_several_processes_plan_at_once_is_all_planned(
+    store: ResultStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = ResultStore.planned
+
+    def slow(self: ResultStore) -> list[dict[str, Any]]:
+        found = real(self)
+        time.sleep(0.02)  # the others read meanwhile
+        return found
+
+    monkeypatch.setattr(ResultStore, "planned", slow)
+    with ThreadPoolExecutor(4) as processes:  # locks exclude threads too
+        list(processes.map(lambda seed: store.plan([(Job(QUICK, seed), ())], date(2026, 1, 2)), range(8)))
+    assert sorted(run["seed"] for run in store.planned()) == list(range(8))
 
 
 def test_a_plan_keeps_its_families_and_what_else_it_holds(store: ResultStore) -> None:
