@@ -440,6 +440,61 @@ def test_epochs_missing_in_the_study_are_reported_when_it_is_resumed(data: Path,
     assert known.items() <= again.intermediate_values.items()
 
 
+def rmp_search(data: Path, **changes: Any) -> SearchSpace:
+    recipe = default_recipe(str(data), load(data), model="mlp", method="rmp", epochs=6, validation=True)
+    return SearchSpace(recipe=recipe, hyper_parameters=hyper_parameters_of("rmp", ["epsilon", "lr"]), **changes)
+
+
+def measured(epoch: int, value: float) -> dict[str, float]:
+    return {"epoch": epoch, "seconds": 1.0, "validation_error": value, "validation_nll": value}
+
+
+def test_killed_between_two_values_of_a_trial_it_draws_the_second_that_it_would_have_drawn(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search, pictures_of = rmp_search(data), load(data)
+
+    def draw_all(folder: Path) -> list[Any]:
+        folder.mkdir(exist_ok=True)
+        with open_study(search, pictures_of, folder=folder, storage=None) as study:
+            found = study.unfinished()
+            while (draw := study.draw(15)) is not None:
+                found.append(draw)
+                study.end(draw.number, "finished", measured(6, draw.settings.get("lr", 1.0)))
+        return found
+
+    real = optuna.trial.Trial.suggest_float
+
+    def killed(trial: Any, name: str, *more: Any, **settings: Any) -> float:
+        if (trial.number, name) == (dies_in, "lr"):
+            raise KeyboardInterrupt
+        return real(trial, name, *more, **settings)
+
+    whole = draw_all(tmp_path / "whole")
+    for dies_in in (1, 5, 14):  # the values without tuning, random ones, TPE's
+        with monkeypatch.context() as patched:
+            patched.setattr(optuna.trial.Trial, "suggest_float", killed)
+            with pytest.raises(KeyboardInterrupt):
+                draw_all(tmp_path / str(dies_in))
+        assert draw_all(tmp_path / str(dies_in))[0] == whole[dies_in]
+
+
+def test_killed_before_it_is_pruned_a_trial_is_pruned_after_the_same_epoch(data: Path, tmp_path: Path) -> None:
+    search, pictures_of = rmp_search(data), load(data)
+    with open_study(search, pictures_of, folder=tmp_path, storage=None) as study:
+        for number in range(MIN_FINISHED_TRIALS):
+            study.draw(6)
+            for epoch in range(1, 7):
+                study.should_prune(number, epoch, 0.1)
+            study.end(number, "finished", measured(6, 0.1))
+        study.draw(6)
+        judged = [study.should_prune(MIN_FINISHED_TRIALS, epoch, 0.5) for epoch in (1, 2, 3, 4)]
+        assert judged == [False, False, False, True]
+    with open_study(search, pictures_of, folder=tmp_path, storage=None) as study:  # which was not told
+        (again,) = study.unfinished()
+        assert [study.should_prune(again.number, epoch, 0.5) for epoch in (1, 2, 3, 4)] == judged
+
+
 def test_a_pruned_trial_is_known_by_its_last_event(data: Path, tmp_path: Path) -> None:
     """From Python; with measures that do not tell, nothing is pruned."""
     pictures_of = load(data)
