@@ -35,7 +35,8 @@ class ConfigValues:
         try:
             found = read_json(file)
         except ValueError as error:
-            raise ValueError(f"--config takes a JSON file or a run folder, got {file}, which is not JSON") from error
+            why = error.__cause__ or "it holds no object"
+            raise ValueError(f"--config takes a JSON file or a run folder, but {file} cannot be read: {why}") from error
         values = found["recipe"] if isinstance(found.get("recipe"), dict) else found
         known = [field.name for field in fields(Recipe)]
         if unknown := sorted(values.keys() - set(known)):

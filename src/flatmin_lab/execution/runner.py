@@ -18,7 +18,7 @@ from flatmin_lab.execution.replicas import train_together
 from flatmin_lab.execution.task_queue import Stop
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.config import OtherRunError
-from flatmin_lab.runs.events import Event, Failed, Finished, Measured, RunError, Stopped
+from flatmin_lab.runs.events import BusyError, Event, Failed, Finished, Measured, RunError, Stopped
 from flatmin_lab.runs.open_folder import check
 from flatmin_lab.runs.result import split_of
 from flatmin_lab.runs.result_store import ResultStore, curves_of, remove_old_checkpoints
@@ -78,8 +78,7 @@ def run_task_on_data(task: RunTask, dataset: Dataset, stop: Stop) -> Iterator[tu
         try:
             check(folder, config_of(job.recipe, data, job.seed, device), resume=True)
         except (ValueError, OSError, RunError) as error:
-            what = error.what if isinstance(error, OtherRunError) else str(error)
-            yield number, Failed(f"{what} Move {folder} away, or choose another --runs", later=True)
+            yield number, refusal(error, folder)
         else:
             numbers.append(number)
             folders.append(folder)
@@ -102,6 +101,13 @@ def run_task_on_data(task: RunTask, dataset: Dataset, stop: Stop) -> Iterator[tu
                 yield number, each
     except RunError:  # raised at the end if runs failed; each has yielded its own Failed
         pass
+
+
+def refusal(error: Exception, folder: Path) -> Failed:
+    """The end of a run that cannot have its folder, which is not its own fault."""
+    what = error.what if isinstance(error, OtherRunError) else f"{error}."
+    way_out = "" if isinstance(error, RunError) else f" Move {folder} away, or choose another --runs"
+    return Failed(f"{what}{way_out}", later=True, busy=isinstance(error, BusyError))
 
 
 def evaluate_run(run: Run, options: RunOptions, data: Dataset, device: torch.device, stop: Stop) -> Iterator[Event]:

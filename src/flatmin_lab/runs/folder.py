@@ -197,7 +197,7 @@ class RunFolder:
             raise RunError(
                 f"{what} could not be written to {self.path}: {'the disk is full' if full else error}. "
                 f"{f'The checkpoint {kept} is intact' if kept else 'There is no checkpoint yet'}; "
-                f"{'make room, and ' if full else ''}resume with --resume"
+                f"{'make room, and ' if full else ''}repeat the command, which resumes (flatmin train: with --resume)"
             ) from error
 
     def _check_still_held(self) -> None:

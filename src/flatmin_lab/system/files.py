@@ -72,9 +72,9 @@ def remove_temporary_files(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process or thread is in such a block, so that what is read in it can be changed and rewritten.
+    """Wait until no other process or thread is in such a block: what is read in it can be changed and written back.
 
-    The folder itself is locked, so no file is left in it. It need not be writable; where nothing can lock, nothing does.
+    The folder itself is locked, so no file is left in it. Where the file system cannot lock, nothing is locked.
     """
     try:
         import fcntl

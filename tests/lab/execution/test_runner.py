@@ -91,7 +91,7 @@ def test_a_folder_of_another_recipe_fails_alone(store: ResultStore) -> None:
     ends = here([one, other], store)
     assert isinstance(ends[0], Failed)
     assert "lr is 0.2 there" in ends[0].what
-    assert "choose another --runs" in ends[0].what
+    assert f"0.1 here. Move {folder} away, or choose another --runs" in ends[0].what
     assert not store.failure(one).exists()  # nothing is wrong with it
     assert isinstance(ends[1], Finished)
 
@@ -105,6 +105,8 @@ def test_a_folder_that_another_process_trains_in_is_left_alone(store: ResultStor
         held.close()
     assert isinstance(ends[0], Failed)
     assert ends[0].busy
+    assert "wait for it to end, or choose another folder" in ends[0].what
+    assert "--out" not in ends[0].what  # a flag of `train`
     assert not store.failure(job).exists()
     assert store.state(job) == "begun"
 

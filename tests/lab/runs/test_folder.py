@@ -383,6 +383,12 @@ def test_a_damaged_plan_is_named(tmp_path: Path, wrong: Any) -> None:
         ResultStore(tmp_path, tmp_path).planned()
 
 
+def test_a_plan_that_was_merged_into_two_lists_is_named_since_one_would_be_lost(tmp_path: Path) -> None:
+    (tmp_path / "planned.json").write_text('{"runs": [{"name": "x", "seed": 0}], "runs": [{"name": "x", "seed": 1}]}')
+    with pytest.raises(ValueError, match=r"planned\.json is damaged: .*the key 'runs' is there twice"):
+        ResultStore(tmp_path, tmp_path).planned()
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"recipe": {}}'])
 def test_a_damaged_config_is_named(tmp_path: Path, content: bytes) -> None:
     folder = tmp_path / "run"
@@ -430,7 +436,11 @@ def test_a_disk_that_fails_at_any_writing_costs_nothing_that_was_there(
         patch.setattr(os, "fsync", failing)
         told = "Input/output error" if number == errno.EIO else "the disk is full"
         # every second call is a folder's, which not every file system has
-        with nullcontext() if call % 2 else pytest.raises(RunError, match=f"{told}.*--resume"):
+        with (
+            nullcontext()
+            if call % 2
+            else pytest.raises(RunError, match=f"{told}.*repeat the command.*train: with --resume")
+        ):
             run(tiny_recipe(), folder)
     run(tiny_recipe(), folder, resume=True)
     assert same(lasting(folder), lasting(tmp_path / "whole"))
