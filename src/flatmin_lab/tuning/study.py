@@ -20,6 +20,7 @@ import torch
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.models.user_model import short_name
 from flatmin_lab.recipes.recipe import Recipe, differences
+from flatmin_lab.runs.events import RunError
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.system.rng import generator
 from flatmin_lab.tuning.result import State, Trial
@@ -48,7 +49,7 @@ class Draw(NamedTuple):
 def open_study(search: SearchSpace, data: Dataset, *, folder: Path, storage: str | None) -> Iterator["Study"]:
     """The study in the folder's own database, or in `storage` the one named like the folder; created if there is none.
 
-    A study of another tuning is an error.
+    A study of another tuning is an error. So is a database that cannot be written any more, as on a full disk.
     """
     optuna: Any = need("optuna", "flatmin tune")
     broken = need("sqlalchemy.exc", "flatmin tune").SQLAlchemyError
@@ -56,11 +57,12 @@ def open_study(search: SearchSpace, data: Dataset, *, folder: Path, storage: str
     try:
         database = optuna.storages.RDBStorage(storage or _storage_url(folder))
     except (broken, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"the study{where} cannot be opened ({reason}); --storage takes a database's address, as in "
-            "sqlite:///study.db"
-        ) from error
+        way_out = (
+            "--storage takes a database's address, as in sqlite:///study.db"
+            if storage
+            else "if the disk is full, make room; if the study is damaged, put a good copy there"
+        )
+        raise ValueError(f"the study{where} cannot be opened ({_reason(error)}); {way_out}") from error
     try:
         try:
             known = [folder.absolute().name] if storage else optuna.get_all_study_names(database)
@@ -70,15 +72,27 @@ def open_study(search: SearchSpace, data: Dataset, *, folder: Path, storage: str
         except OtherTuningError:
             raise
         except Exception as error:  # a damaged database can raise anything
-            reason = str(error).partition("\n")[0]
             raise ValueError(
-                f"the study{where} is damaged ({type(error).__name__}: {reason:.200}); put a good copy there, or "
-                "choose another folder with --out"
+                f"the study{where} cannot be read or written ({_reason(error)}); if the disk is full, make room; if "
+                "the study is damaged, put a good copy there, or choose another folder with --out"
             ) from error
-        yield study
+        try:
+            yield study
+        except (broken, optuna.exceptions.StorageInternalError) as error:
+            raise RunError(
+                f"the study{where} could not be written ({_reason(error)}); once it can be, repeat the command: trials "
+                "that have ended stay, and the others resume"
+            ) from error
     finally:
         database.remove_session()
         database.engine.dispose()
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the error beneath: Optuna's own says only that something could not be committed."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
 
 
 def default_name(recipe: Recipe, data: Dataset) -> str:

@@ -561,6 +561,24 @@ def test_a_damaged_study_is_named(data: Path, tmp_path: Path, out: Path, damage:
     assert str(database) in words(done.stderr)
 
 
+def test_a_study_that_cannot_be_written_any_more_is_no_damaged_one(data: Path, tmp_path: Path) -> None:
+    flags = asked(data, tmp_path / "out", "--trials", 3)
+    drawn_before(tmp_path / "out", [])
+    stop = "BEFORE INSERT ON trial_intermediate_values WHEN NEW.trial_id = 2 AND NEW.step = 2"
+    with closing(sqlite3.connect(tmp_path / "out" / DATABASE)) as connection, connection:
+        connection.execute(f"CREATE TRIGGER full {stop} BEGIN INSERT INTO room VALUES (1); END")
+    done = flatmin(*flags)
+    assert done.exit_code == 1, done.output
+    assert "study.db could not be written" in words(done.stderr)
+    assert "no such table: main.room); once it can be, repeat the command" in words(done.stderr)
+    with closing(sqlite3.connect(tmp_path / "out" / DATABASE)) as connection, connection:
+        connection.execute("DROP TRIGGER full")
+    done = flatmin(*flags)
+    assert done.exit_code == 0, done.output
+    assert flatmin(*asked(data, tmp_path / "whole", "--trials", 3)).exit_code == 0
+    assert without_times(tuning_of(tmp_path / "out")) == without_times(tuning_of(tmp_path / "whole"))
+
+
 def test_a_second_process_is_refused(data: Path, tmp_path: Path) -> None:
     pictures_of = load(data)
     recipe = default_recipe(
