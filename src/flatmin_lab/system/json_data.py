@@ -36,7 +36,7 @@ def _rounded(value: float | None) -> float | None:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_regular(path), object_pairs_hook=_without_repetition)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged: it cannot be read as JSON ({error}); put a good copy there, or choose another folder"
         ) from error

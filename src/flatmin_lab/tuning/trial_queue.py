@@ -61,7 +61,7 @@ class TrialQueue(TaskQueue[TrialTask]):
 
     def fail(self, number: int, task: TrialTask, failure: TaskFailure) -> Iterator[tuple[int, Event]]:
         raise failure.error or RunError(
-            f"trial {number} cannot be trained: {failure.why}; the same command resumes, and keeps trials that have ended"
+            f"trial {number} cannot be trained: {failure.why}; the same command resumes, and keeps all that have ended"
         )
 
     def abandon(self, error: NoWorkerError) -> Iterator[tuple[int, Event]]:

@@ -174,6 +174,7 @@ def test_outside_data_that_are_missing_are_named_before_anything_is_trained(tmp_
             "outside data are known for cifar10, cifar100, svhn",
         ),
         (["table1", "--runs", str(ROOT / "README.md" / "runs")], "choose other places with --results and --runs"),
+        (["table1", "--plan", "--results", str(ROOT / "README.md")], "choose other places with --results and --runs"),
         ([], "name a table or a figure: table1"),
         (["table9"], "unknown table or figure 'table9'; choose from table1"),
         (["table1", "--protocol", "long"], "unknown protocol 'long'; choose from paper, paper-v2, short, smoke"),

@@ -204,6 +204,20 @@ def test_a_run_of_an_older_version_goes_on(tmp_path: Path) -> None:
     assert isinstance(run(tiny_recipe(), folder, resume=True)[-1], Finished)
 
 
+@pytest.mark.parametrize("missing", ["epoch", "sums", "lines", "optimizer"])
+def test_an_intact_checkpoint_of_another_format_says_which_version_wrote_it(tmp_path: Path, missing: str) -> None:
+    run(tiny_recipe(), tmp_path / "run", stop=after(7))
+    (path, *_) = checkpoint.listed(tmp_path / "run")
+    whole = checkpoint.read(path)
+    state = {**whole.state, "facts": {**whole.state["facts"], "flatmin": "7.0"}}
+    del state[missing]
+    checkpoint.write(path, checkpoint.Checkpoint(whole.tensors, state))
+    before = contents(tmp_path / "run")
+    with pytest.raises(RunError, match=rf"{missing}.*written by flatmin 7\.0, and this is.*train anew"):
+        run(tiny_recipe(), tmp_path / "run", resume=True)
+    assert contents(tmp_path / "run") == before
+
+
 def test_a_damaged_result_is_made_again(tmp_path: Path) -> None:
     run(tiny_recipe(), tmp_path / "run")
     result = json.loads((tmp_path / "run" / "result.json").read_text())
