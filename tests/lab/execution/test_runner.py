@@ -1,6 +1,8 @@
 """Recipe + seed → one result file: trained, evaluated, stored; a run that fails is stored too, and stops no other."""
 
+import errno
 import json
+import os
 import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ import torch
 
 from flatmin_lab.data import load
 from flatmin_lab.evaluation import post_training
+from flatmin_lab.execution.executor import run_tasks
 from flatmin_lab.execution.local import LocalExecutor, ThisProcess
 from flatmin_lab.execution.process_pool import local_executor
 from flatmin_lab.execution.run_queue import RunQueue, run_all
@@ -109,6 +112,30 @@ def test_a_folder_that_another_process_trains_in_is_left_alone(store: ResultStor
     assert "--out" not in ends[0].what  # a flag of `train`
     assert not store.failure(job).exists()
     assert store.state(job) == "begun"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_a_disk_that_fails_is_no_failure_of_the_run(
+    store: ResultStore, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    jobs = [Job(QUICK, 0), Job(QUICK, 1)]
+    real, left = os.fsync, [4]  # config.json is written, the first checkpoint is not
+
+    def failing(handle: int) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(number, os.strerror(number))
+        real(handle)
+
+    queue = RunQueue([Run(job) for job in jobs], RunOptions(store), dict, {}, lambda: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", failing)
+        ends = dict(run_tasks(ThisProcess(), run_task_on_data, queue))
+    assert isinstance(ends[0], Failed)
+    assert ends[0].later
+    assert not store.failure(jobs[0]).exists()
+    assert isinstance(ends[1], Finished)
+    assert isinstance(here(jobs, store)[0], Finished)
 
 
 def test_damaged_last_weights_are_not_measured_and_trained_again(store: ResultStore) -> None:
