@@ -1,6 +1,8 @@
 """Tuning: trials that can be killed, repeated and trusted, on the validation split alone."""
 
+import errno
 import json
+import os
 import re
 import shutil
 import signal
@@ -532,7 +534,7 @@ def test_a_folder_belongs_to_one_tuning(data: Path, tmp_path: Path, out: Path) -
         assert (out / FILE).read_bytes() == before
     elsewhere = flatmin(*asked(data, out, "--measure", "nll", "--storage", f"sqlite:///{tmp_path / 'other.db'}"))
     assert elsewhere.exit_code == 2
-    assert "has 4 trials that its study does not have" in words(elsewhere.stderr)
+    assert f"has 4 trials that its study {out.name} does not have" in words(elsewhere.stderr)
     run = flatmin(*asked(data, out / "trial-0"))
     assert run.exit_code == 2
     assert "is a run itself" in words(run.stderr)
@@ -577,6 +579,24 @@ def test_a_study_that_cannot_be_written_any_more_is_no_damaged_one(data: Path, t
     assert done.exit_code == 0, done.output
     assert flatmin(*asked(data, tmp_path / "whole", "--trials", 3)).exit_code == 0
     assert without_times(tuning_of(tmp_path / "out")) == without_times(tuning_of(tmp_path / "whole"))
+
+
+def test_the_file_on_a_full_disk_is_written_when_there_is_room_again(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    flags = asked(data, tmp_path / "out", "--trials", 2)
+    assert flatmin(*flags).exit_code == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(result_file, "atomic_write", full)
+        done = flatmin(*asked(data, tmp_path / "out", "--trials", 3))
+    assert done.exit_code == 1
+    assert "tuning.json could not be written (No space left on device); make room and repeat" in words(done.stderr)
+    assert len(tuning_of(tmp_path / "out").trials) == 2
+    assert flatmin(*asked(data, tmp_path / "out", "--trials", 3)).exit_code == 0
+    assert len(tuning_of(tmp_path / "out").trials) == 3
 
 
 def test_a_second_process_is_refused(data: Path, tmp_path: Path) -> None:
@@ -627,6 +647,10 @@ def test_the_study_may_lie_elsewhere(data: Path, tmp_path: Path) -> None:
         assert done.exit_code == 0, done.output
     assert optuna.get_all_study_names(place) == ["one", "two"]
     assert not (tmp_path / "one" / DATABASE).exists()
+    (tmp_path / "one").rename(tmp_path / "renamed")
+    done = flatmin(*asked(data, tmp_path / "renamed", "--trials", 3, "--storage", place))
+    assert done.exit_code == 2
+    assert "give the --storage it was made with, and its folder the name one" in words(done.stderr)
 
 
 def test_nothing_imports_optuna_before_it_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
