@@ -4,7 +4,6 @@ The runs of a task train at once on a GPU (replicas.py). Each is evaluated when 
 checkpoint. A run that fails ends with `Failed`, and the others continue.
 """
 
-import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,7 +115,7 @@ def evaluate_run(run: Run, options: RunOptions, data: Dataset, device: torch.dev
     folder = store.folder(job)
     try:
         weights = load_run.find_finished_run(folder)
-        known = store.result(job) or _full_result(folder, at_once=options.at_once)
+        known = store.result(job) or _full_result(weights, at_once=options.at_once)
         subject = load_run.subject_of(weights, data, use_ema=False, device=device)
         if "clean_train_nll" not in known:
             known = _write_merged(store, job, known, post_training.measure_every_run(subject, job.recipe))
@@ -145,8 +144,11 @@ def _write_merged(store: ResultStore, job: Job, known: dict[str, Any], found: di
     return whole
 
 
-def _full_result(folder: Path, *, at_once: int | None) -> dict[str, Any]:
-    """result.json with its curves, and with how many runs shared the device, without which its seconds say nothing."""
-    result = read_json(folder / "result.json")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {**result, "at_once": at_once, "curves": curves_of(lines, split_of(result))}
+def _full_result(weights: load_run.TrainedRun, *, at_once: int | None) -> dict[str, Any]:
+    """result.json with its curves, and with how many runs shared the device, without which its seconds say nothing.
+
+    The curves are those of the last checkpoint, whose content is verified; metrics.jsonl has the same lines.
+    """
+    result = read_json(weights.folder / "result.json")
+    curves = curves_of(weights.checkpoint.state["lines"], split_of(result))
+    return {**result, "at_once": at_once, "curves": curves}

@@ -170,6 +170,17 @@ def test_the_spectrum_confidence_and_outside_data_are_stored_as_the_report_reads
         assert column_named(name).value(run) is not None
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text('{"epoch": 1')], ids=["gone", "cut"])
+def test_a_result_is_made_again_with_its_curves_whatever_became_of_the_lines(store: ResultStore, damage: Any) -> None:
+    job = Job(QUICK, 0)
+    here([job], store)
+    before = store.file(job).read_text()
+    store.file(job).unlink()
+    damage(store.folder(job) / "metrics.jsonl")
+    assert isinstance(here([job], store)[0], Finished)
+    assert store.file(job).read_text() == before
+
+
 def test_the_weights_of_another_run_are_not_measured_for_a_result(store: ResultStore) -> None:
     """A result that came from elsewhere, and a folder of the same name that was trained here."""
     job = Job(QUICK, 0)
