@@ -65,9 +65,10 @@ def fsync_folder(folder: Path) -> None:
 
 
 def remove_temporary_files(folder: Path) -> None:
-    """Remove what killed writers left; the caller holds the folder's lock."""
-    for left in folder.glob(f".*{TEMPORARY_SUFFIX}"):
-        left.unlink(missing_ok=True)
+    """Remove what killed writers left; the caller holds the folder's lock, and an evaluation may be writing."""
+    with locked(folder):
+        for left in folder.glob(f".*{TEMPORARY_SUFFIX}"):
+            left.unlink(missing_ok=True)
 
 
 @contextmanager

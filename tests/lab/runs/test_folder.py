@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from flatmin_lab.runs import checkpoint, open_folder
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs.events import Epoch, Finished, Note, RunError, Started
 from flatmin_lab.runs.result_store import ResultStore
+from flatmin_lab.system.files import atomic_write, locked
 from flatmin_lab.training.loop import config_of, train
 from tests.support.small_runs import after, lasting, run, same, saves, tiny_data, tiny_recipe
 
@@ -430,6 +433,18 @@ def test_two_processes_cannot_hold_one_folder(tmp_path: Path) -> None:
         other.kill()
         other.wait()
     assert isinstance(run(tiny_recipe(), folder, resume=True)[-1], Finished)
+
+
+def test_what_an_evaluation_is_writing_is_no_leftover_of_a_killed_process(tmp_path: Path) -> None:
+    """An evaluation needs no lock on the run: it may be written when a training process opens the folder."""
+    run(tiny_recipe(), tmp_path / "run", stop=after(3))
+    path = tmp_path / "run" / "evaluation.json"
+    with ThreadPoolExecutor(1) as other, locked(path.parent), atomic_write(path) as file:  # locks exclude threads too
+        resumed = other.submit(run, tiny_recipe(), tmp_path / "run", resume=True)
+        time.sleep(0.5)  # long enough to come to the lock
+        file.write(b"{}")
+    assert isinstance(resumed.result()[-1], Finished)
+    assert path.read_bytes() == b"{}"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
