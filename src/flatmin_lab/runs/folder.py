@@ -139,6 +139,8 @@ class RunFolder:
     def add_metrics(self, line: Mapping[str, Any]) -> None:
         with self._writing("metrics.jsonl"), (self.path / "metrics.jsonl").open("ab") as file:
             file.write((_json(line) + "\n").encode())
+            file.flush()
+            os.fsync(file.fileno())  # so that after a power cut a finished run has all its lines
         self._use_board(lambda board: board.add(line))
 
     def _use_board(self, act: Callable[[Board], None]) -> None:
