@@ -119,7 +119,7 @@ def test_a_disk_that_fails_is_no_failure_of_the_run(
     store: ResultStore, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     jobs = [Job(QUICK, 0), Job(QUICK, 1)]
-    real, left = os.fsync, [4]  # config.json is written, the first checkpoint is not
+    real, left = os.fsync, [4]  # config.json is written, metrics.jsonl is not
 
     def failing(handle: int) -> None:
         left[0] -= 1
