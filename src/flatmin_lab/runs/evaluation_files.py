@@ -25,10 +25,11 @@ def write_evaluation(folder: Path, name: str, found: Mapping[str, Any]) -> Path:
         known = read_evaluation(folder, name) or {}
         if known.get("checkpoint") != found["checkpoint"]:
             known = {}
-        before = known.get(OUTSIDE) if isinstance(known.get(OUTSIDE), dict) else {}
-        outside = {OUTSIDE: {**before, **found[OUTSIDE]}} if OUTSIDE in found else {}
+        merged = {**known, **found}
+        if OUTSIDE in found and isinstance(known.get(OUTSIDE), dict):
+            merged[OUTSIDE] = {**known[OUTSIDE], **found[OUTSIDE]}
         with atomic_write(path) as file:
-            file.write(json.dumps({**known, **found, **outside}, indent=1, allow_nan=False).encode())
+            file.write(json.dumps(merged, indent=1, allow_nan=False).encode())
     return path
 
 
