@@ -22,18 +22,20 @@ from PIL import Image
 
 from flatmin_lab.cli.commands import tune as tune_command
 from flatmin_lab.data import Split, load
+from flatmin_lab.execution.task_queue import Slot, TaskFailure
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.report.loader import load_results
 from flatmin_lab.report.pages.report import report_page
 from flatmin_lab.report.pages.tuning import tuning_section
-from flatmin_lab.runs.events import BusyError, Epoch, Event, Finished, Stopped
+from flatmin_lab.runs.events import BusyError, Epoch, Event, Finished, RunError, Stopped
 from flatmin_lab.tuning import result_file
 from flatmin_lab.tuning.result import State, Trial, Tuning
 from flatmin_lab.tuning.result_file import FILE
 from flatmin_lab.tuning.search_space import HYPER_PARAMETERS, HyperParameter, SearchSpace, hyper_parameters_of
-from flatmin_lab.tuning.study import DATABASE, MIN_FINISHED_TRIALS, open_study
-from flatmin_lab.tuning.trial import Pruned
+from flatmin_lab.tuning.study import DATABASE, MIN_FINISHED_TRIALS, Draw, open_study
+from flatmin_lab.tuning.trial import Pruned, TrialTask
+from flatmin_lab.tuning.trial_queue import TrialQueue
 from flatmin_lab.tuning.tuner import tune
 from tests import ROOT
 from tests.support.processes import flatmin, words
@@ -579,6 +581,15 @@ def test_a_study_that_cannot_be_written_any_more_is_no_damaged_one(data: Path, t
     assert done.exit_code == 0, done.output
     assert flatmin(*asked(data, tmp_path / "whole", "--trials", 3)).exit_code == 0
     assert without_times(tuning_of(tmp_path / "out")) == without_times(tuning_of(tmp_path / "whole"))
+
+
+def test_a_trial_whose_process_died_ends_the_tuning_and_says_what_to_do(data: Path, tmp_path: Path) -> None:
+    draw, search = Draw(3, {"epsilon": 0.1, "lr": 0.1}), rmp_search(data)
+    task = TrialTask(draw, search.trial_recipe(draw.settings), 0, tmp_path, "cpu", "data", 1)
+    queue = TrialQueue(iter([draw]), 1, lambda *_: task, load(data), set(), lambda: None)
+    assert queue.take(Slot("cpu")) is task
+    with pytest.raises(RunError, match="trial 3 cannot be trained: signal 9; the same command resumes"):
+        list(queue.receive(task, TaskFailure("signal 9"), ""))
 
 
 def test_the_file_on_a_full_disk_is_written_when_there_is_room_again(
