@@ -66,7 +66,7 @@ class TrainState:
             saved = None if folder is None else folder.newest_checkpoint()
         saved = self.ranks.broadcast(saved)
         if saved is not None:
-            with _named(saved):
+            with _loading(saved):
                 self._load(saved)
             yield from self._note_other_machine(saved.state["facts"])
         with self.ranks.raise_together():
@@ -113,11 +113,11 @@ class TrainState:
 
 
 @contextmanager
-def _named(saved: Checkpoint) -> Iterator[None]:
+def _loading(saved: Checkpoint) -> Iterator[None]:
     """Turn what is missing in an intact checkpoint, or does not fit, into an error that says which version wrote it."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (RunError, torch.OutOfMemoryError):
         raise
     except (KeyError, TypeError, RuntimeError) as error:
         version = saved.state.get("facts", {}).get("flatmin", "of another version")
