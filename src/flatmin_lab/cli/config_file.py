@@ -35,9 +35,12 @@ class ConfigValues:
         try:
             found = read_json(file)
         except ValueError as error:
-            raise ValueError(f"--config takes a JSON file or a run folder, got {file}, which is not JSON") from error
+            why = error.__cause__ or "it holds no object"
+            raise ValueError(f"--config takes a JSON file or a run folder, but {file} cannot be read: {why}") from error
         values = found["recipe"] if isinstance(found.get("recipe"), dict) else found
         known = [field.name for field in fields(Recipe)]
+        if values is not found and (beside := sorted(found.keys() & set(known))):
+            raise ValueError(f"{file}: {', '.join(beside)} must be inside its recipe, not beside it; move it there")
         if unknown := sorted(values.keys() - set(known)):
             raise ValueError(f"{file}: a recipe has no {', '.join(unknown)}; it has {', '.join(known)}")
         try:

@@ -11,7 +11,6 @@ another. Both are measured on real steps of the runs. On a CPU the runs follow e
 uses the cores better (process_pool.py).
 """
 
-import errno
 import traceback
 from bisect import insort
 from collections import deque
@@ -295,8 +294,8 @@ def _without_frames(error: Exception) -> Exception:
 def _failed(error: Exception, step: int | None) -> Failed:
     """The event of a run that failed. `later` where the machine is at fault: folder in use, disk full, GPU broken."""
     busy = isinstance(error, BusyError)
-    full = isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
-    later, diverged = busy or full or _is_of_gpu(error), isinstance(error, DivergedError)
+    of_disk = isinstance(error, RunError) and isinstance(error.__cause__, OSError)
+    later, diverged = busy or of_disk or _is_of_gpu(error), isinstance(error, DivergedError)
     return Failed(_describe_error(error), step, later=later, busy=busy, diverged=diverged)
 
 

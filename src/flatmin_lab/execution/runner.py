@@ -4,7 +4,6 @@ The runs of a task train at once on a GPU (replicas.py). Each is evaluated when 
 checkpoint. A run that fails ends with `Failed`, and the others continue.
 """
 
-import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from flatmin_lab.execution.replicas import train_together
 from flatmin_lab.execution.task_queue import Stop
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.config import OtherRunError
-from flatmin_lab.runs.events import Event, Failed, Finished, Measured, RunError, Stopped
+from flatmin_lab.runs.events import BusyError, Event, Failed, Finished, Measured, RunError, Stopped
 from flatmin_lab.runs.open_folder import check
 from flatmin_lab.runs.result import split_of
 from flatmin_lab.runs.result_store import ResultStore, curves_of, remove_old_checkpoints
@@ -78,8 +77,7 @@ def run_task_on_data(task: RunTask, dataset: Dataset, stop: Stop) -> Iterator[tu
         try:
             check(folder, config_of(job.recipe, data, job.seed, device), resume=True)
         except (ValueError, OSError, RunError) as error:
-            what = error.what if isinstance(error, OtherRunError) else str(error)
-            yield number, Failed(f"{what} Move {folder} away, or choose another --runs", later=True)
+            yield number, refusal(error, folder)
         else:
             numbers.append(number)
             folders.append(folder)
@@ -104,13 +102,20 @@ def run_task_on_data(task: RunTask, dataset: Dataset, stop: Stop) -> Iterator[tu
         pass
 
 
+def refusal(error: Exception, folder: Path) -> Failed:
+    """The end of a run that cannot have its folder, which is not its own fault."""
+    what = error.what if isinstance(error, OtherRunError) else f"{error}."
+    way_out = "" if isinstance(error, RunError) else f" Move {folder} away, or choose another --runs"
+    return Failed(f"{what}{way_out}", later=True, busy=isinstance(error, BusyError))
+
+
 def evaluate_run(run: Run, options: RunOptions, data: Dataset, device: torch.device, stop: Stop) -> Iterator[Event]:
     """Evaluate a trained run and store the result; what the result file has already is not measured again."""
     job, store = run.job, options.store
     folder = store.folder(job)
     try:
         weights = load_run.find_finished_run(folder)
-        known = store.result(job) or _full_result(folder, at_once=options.at_once)
+        known = store.result(job) or _full_result(weights, at_once=options.at_once)
         subject = load_run.subject_of(weights, data, use_ema=False, device=device)
         if "clean_train_nll" not in known:
             known = _write_merged(store, job, known, post_training.measure_every_run(subject, job.recipe))
@@ -139,8 +144,11 @@ def _write_merged(store: ResultStore, job: Job, known: dict[str, Any], found: di
     return whole
 
 
-def _full_result(folder: Path, *, at_once: int | None) -> dict[str, Any]:
-    """result.json with its curves, and with how many runs shared the device, without which its seconds say nothing."""
-    result = read_json(folder / "result.json")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {**result, "at_once": at_once, "curves": curves_of(lines, split_of(result))}
+def _full_result(weights: load_run.TrainedRun, *, at_once: int | None) -> dict[str, Any]:
+    """result.json with its curves, and with how many runs shared the device, without which its seconds say nothing.
+
+    The curves are those of the last checkpoint, whose content is verified; metrics.jsonl has the same lines.
+    """
+    result = read_json(weights.folder / "result.json")
+    curves = curves_of(weights.checkpoint.state["lines"], split_of(result))
+    return {**result, "at_once": at_once, "curves": curves}

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flatmin_lab.system.files import atomic_write
+from flatmin_lab.system.files import atomic_write, locked
 from flatmin_lab.system.json_data import read_json
 
 EVALUATION, LANDSCAPE = "evaluation.json", "landscape.json"
@@ -21,13 +21,15 @@ OUTSIDE = "outside"  # in the first: a part for each outside data set, by name
 def write_evaluation(folder: Path, name: str, found: Mapping[str, Any]) -> Path:
     """Write an evaluation; what earlier evaluations of the same checkpoint found stays."""
     path = folder / name
-    known = read_evaluation(folder, name) or {}
-    if known.get("checkpoint") != found["checkpoint"]:
-        known = {}
-    before = known.get(OUTSIDE)
-    outside = {OUTSIDE: {**(before if isinstance(before, dict) else {}), **found[OUTSIDE]}} if OUTSIDE in found else {}
-    with atomic_write(path) as file:
-        file.write(json.dumps({**known, **found, **outside}, indent=1, allow_nan=False).encode())
+    with locked(folder):  # another process may have evaluated the same checkpoint
+        known = read_evaluation(folder, name) or {}
+        if known.get("checkpoint") != found["checkpoint"]:
+            known = {}
+        merged = {**known, **found}
+        if OUTSIDE in found and isinstance(known.get(OUTSIDE), dict):
+            merged[OUTSIDE] = {**known[OUTSIDE], **found[OUTSIDE]}
+        with atomic_write(path) as file:
+            file.write(json.dumps(merged, indent=1, allow_nan=False).encode())
     return path
 
 

@@ -139,6 +139,8 @@ class RunFolder:
     def add_metrics(self, line: Mapping[str, Any]) -> None:
         with self._writing("metrics.jsonl"), (self.path / "metrics.jsonl").open("ab") as file:
             file.write((_json(line) + "\n").encode())
+            file.flush()
+            os.fsync(file.fileno())  # so that after a power cut a finished run has all its lines
         self._use_board(lambda board: board.add(line))
 
     def _use_board(self, act: Callable[[Board], None]) -> None:
@@ -197,7 +199,7 @@ class RunFolder:
             raise RunError(
                 f"{what} could not be written to {self.path}: {'the disk is full' if full else error}. "
                 f"{f'The checkpoint {kept} is intact' if kept else 'There is no checkpoint yet'}; "
-                f"{'make room, and ' if full else ''}resume with --resume"
+                f"{'make room, and ' if full else ''}repeat the command, which resumes (flatmin train: with --resume)"
             ) from error
 
     def _check_still_held(self) -> None:

@@ -79,7 +79,7 @@ def _check_path(path: Path) -> None:
     if not above.is_dir():
         raise FileExistsError(f"a run is a folder, but {path} would be inside the file {above}; choose another place")
     if not os.access(above, os.W_OK | os.X_OK):
-        raise RunError(f"{path} cannot be written to (no permission in {above}); choose another folder with --out")
+        raise RunError(f"{path} cannot be written to (no permission in {above}); choose another folder")
 
 
 @contextmanager
@@ -99,9 +99,9 @@ def lock_folder(path: Path, taken: str = "another process is training in") -> IO
         fsync_folder(path.parent)
         lock_file = (path / ".lock").open("ab")
     except OSError as error:
-        raise RunError(f"{path} cannot be written to ({error}); choose another folder with --out") from error
+        raise RunError(f"{path} cannot be written to ({error}); choose another folder") from error
     try:
-        lock(lock_file, f"{taken} {path}; wait for it to end, or choose another folder with --out")
+        lock(lock_file, f"{taken} {path}; wait for it to end, or choose another folder")
     except BlockingIOError as error:
         lock_file.close()
         raise BusyError(str(error)) from error

@@ -23,7 +23,7 @@ from flatmin_lab.recipes.recipe import LATER_FIELDS, SPEED, Job, default_of
 from flatmin_lab.recipes.renamed import name_now
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs import config as run_config
-from flatmin_lab.system.files import atomic_write
+from flatmin_lab.system.files import atomic_write, locked
 from flatmin_lab.system.json_data import numbers, read_json
 from flatmin_lab.system.json_types import check_types
 
@@ -133,7 +133,12 @@ class ResultStore:
     def planned(self) -> list[dict[str, Any]]:
         """The planned runs in order: name, seed and day."""
         path = self.results / PLANNED
-        runs = read_json(path).get("runs", []) if path.exists() else []
+        whole = read_json(path) if path.exists() else {}
+        if not isinstance(families := whole.get("families", {}), dict):
+            raise ValueError(
+                f"{path} is damaged: families must be an object, got a {type(families).__name__}; put a good copy there"
+            )
+        runs = whole.get("runs", [])
         if not isinstance(runs, list) or not all(
             isinstance(run, dict) and {"name", "seed"} <= run.keys() for run in runs
         ):
@@ -157,6 +162,13 @@ class ResultStore:
         started cannot be planned. `families` are the comparisons that will be tested: those of a name that the plan has
         already stay as they are.
         """
+        self.results.mkdir(parents=True, exist_ok=True)
+        with locked(self.results):  # another process may be planning other runs
+            return self._add_to_plan(runs, today, families or {})
+
+    def _add_to_plan(
+        self, runs: Sequence[tuple[Job, tuple[str, ...]]], today: date, families: Mapping[str, Sequence[str]]
+    ) -> tuple[int, int]:
         known = self.planned()
         there = {(run["name"], run["seed"]) for run in known}
         fresh = [(job, parts) for job, parts in runs if job.key not in there]
@@ -186,9 +198,7 @@ class ResultStore:
         if new or extended:
             path = self.results / PLANNED
             whole = read_json(path) if path.exists() else {}
-            fixed = {
-                name: {"fixed": today.isoformat(), "comparisons": list(own)} for name, own in (families or {}).items()
-            }
+            fixed = {name: {"fixed": today.isoformat(), "comparisons": list(own)} for name, own in families.items()}
             before = whole.get("families", {})
             later = {name: family for name, family in fixed.items() if name not in before}
             _write_text(path, _plan_text({**whole, "families": {**before, **later}, "runs": [*known, *new]}))

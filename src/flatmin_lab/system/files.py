@@ -65,9 +65,30 @@ def fsync_folder(folder: Path) -> None:
 
 
 def remove_temporary_files(folder: Path) -> None:
-    """Remove what killed writers left; the caller holds the folder's lock."""
-    for left in folder.glob(f".*{TEMPORARY_SUFFIX}"):
-        left.unlink(missing_ok=True)
+    """Remove what killed writers left; the caller holds the folder's lock, and an evaluation may be writing."""
+    with locked(folder):
+        for left in folder.glob(f".*{TEMPORARY_SUFFIX}"):
+            left.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process or thread is in such a block: what is read in it can be changed and written back.
+
+    The folder itself is locked, so no file is left in it. Where the file system cannot lock, nothing is locked.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not there on Windows
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def lock(file: IO[bytes], message: str) -> None:

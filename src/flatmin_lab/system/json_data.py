@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,20 @@ def _rounded(value: float | None) -> float | None:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(read_regular(path))
-    except (ValueError, OSError) as error:
+        content = json.loads(read_regular(path), object_pairs_hook=_without_repetition)
+    except (ValueError, OSError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged: it cannot be read as JSON ({error}); put a good copy there, or choose another folder"
         ) from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: it must hold an object, got {type(content).__name__}")
     return content
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object; a key that is there twice, after an edit or a merge, is an error, since one value would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {name!r} is there twice")
+    return found

@@ -6,13 +6,15 @@ the checkpoint, and broadcasts it to the others.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
 import torch
 
+import flatmin
 from flatmin_lab.runs.checkpoint import Checkpoint
-from flatmin_lab.runs.events import Event, Note, Saved
+from flatmin_lab.runs.events import Event, Note, RunError, Saved
 from flatmin_lab.runs.folder import RunFolder
 from flatmin_lab.system.cpu_clock import CpuClock
 from flatmin_lab.system.machine import facts
@@ -64,7 +66,8 @@ class TrainState:
             saved = None if folder is None else folder.newest_checkpoint()
         saved = self.ranks.broadcast(saved)
         if saved is not None:
-            self._load(saved)
+            with _loading(saved):
+                self._load(saved)
             yield from self._note_other_machine(saved.state["facts"])
         with self.ranks.raise_together():
             if folder is not None:
@@ -107,6 +110,22 @@ class TrainState:
         path = folder.save(self.step, Checkpoint(self.learner.tensors(), state))
         self.saved_at = monotonic()
         return Saved(path, self.step)
+
+
+@contextmanager
+def _loading(saved: Checkpoint) -> Iterator[None]:
+    """Turn what is missing in an intact checkpoint, or does not fit, into an error that says which version wrote it."""
+    try:
+        yield
+    except (RunError, torch.OutOfMemoryError):
+        raise
+    except (KeyError, TypeError, RuntimeError) as error:
+        version = saved.state.get("facts", {}).get("flatmin", "of another version")
+        raise RunError(
+            f"the newest checkpoint cannot be loaded ({type(error).__name__}: {error}). It was written by flatmin "
+            f"{version}, and this is {flatmin.__version__}: resume with that version, and with the network's code as "
+            "it was, or train anew in another folder"
+        ) from error
 
 
 def run_facts(device: torch.device, ranks: RankGroup) -> dict[str, Any]:

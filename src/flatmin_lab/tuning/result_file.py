@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from flatmin_lab.recipes.recipe import Recipe
+from flatmin_lab.runs.events import RunError
 from flatmin_lab.system.files import atomic_write
 from flatmin_lab.system.json_data import read_json
 from flatmin_lab.system.json_types import check_types
@@ -19,8 +20,14 @@ TRIAL_PREFIX = "trial-"  # of the names of the run folders
 
 
 def write(folder: Path, tuning: Tuning) -> None:
-    with atomic_write(folder / FILE) as file:
-        file.write((json.dumps(tuning.as_json(), indent=2, allow_nan=False) + "\n").encode())
+    try:
+        with atomic_write(folder / FILE) as file:
+            file.write((json.dumps(tuning.as_json(), indent=2, allow_nan=False) + "\n").encode())
+    except OSError as error:
+        raise RunError(
+            f"{folder / FILE} could not be written ({error.strerror}); make room and repeat the command, which "
+            "resumes: the study has every trial that has ended"
+        ) from error
 
 
 def read(path: Path) -> Tuning:

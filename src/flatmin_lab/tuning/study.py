@@ -20,10 +20,11 @@ import torch
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.models.user_model import short_name
 from flatmin_lab.recipes.recipe import Recipe, differences
+from flatmin_lab.runs.events import RunError
 from flatmin_lab.system.optional_deps import need
 from flatmin_lab.system.rng import generator
 from flatmin_lab.tuning.result import State, Trial
-from flatmin_lab.tuning.search_space import SearchSpace
+from flatmin_lab.tuning.search_space import HyperParameter, SearchSpace
 
 DATABASE = "study.db"
 MIN_FINISHED_TRIALS = 5  # before any is pruned: a median of fewer says little
@@ -48,7 +49,7 @@ class Draw(NamedTuple):
 def open_study(search: SearchSpace, data: Dataset, *, folder: Path, storage: str | None) -> Iterator["Study"]:
     """The study in the folder's own database, or in `storage` the one named like the folder; created if there is none.
 
-    A study of another tuning is an error.
+    A study of another tuning is an error. So is a database that cannot be written any more, as on a full disk.
     """
     optuna: Any = need("optuna", "flatmin tune")
     broken = need("sqlalchemy.exc", "flatmin tune").SQLAlchemyError
@@ -56,11 +57,12 @@ def open_study(search: SearchSpace, data: Dataset, *, folder: Path, storage: str
     try:
         database = optuna.storages.RDBStorage(storage or _storage_url(folder))
     except (broken, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"the study{where} cannot be opened ({reason}); --storage takes a database's address, as in "
-            "sqlite:///study.db"
-        ) from error
+        way_out = (
+            "--storage takes a database's address, as in sqlite:///study.db"
+            if storage
+            else "if the disk is full, make room; if the study is damaged, put a good copy there"
+        )
+        raise ValueError(f"the study{where} cannot be opened ({_reason(error)}); {way_out}") from error
     try:
         try:
             known = [folder.absolute().name] if storage else optuna.get_all_study_names(database)
@@ -70,15 +72,27 @@ def open_study(search: SearchSpace, data: Dataset, *, folder: Path, storage: str
         except OtherTuningError:
             raise
         except Exception as error:  # a damaged database can raise anything
-            reason = str(error).partition("\n")[0]
             raise ValueError(
-                f"the study{where} is damaged ({type(error).__name__}: {reason:.200}); put a good copy there, or "
-                "choose another folder with --out"
+                f"the study{where} cannot be read or written ({_reason(error)}); if the disk is full, make room; if "
+                "the study is damaged, put a good copy there, or choose another folder with --out"
             ) from error
-        yield study
+        try:
+            yield study
+        except (broken, optuna.exceptions.StorageInternalError) as error:
+            raise RunError(
+                f"the study{where} could not be written ({_reason(error)}); once it can be, repeat the command: trials "
+                "that have ended stay, and the others resume"
+            ) from error
     finally:
         database.remove_session()
         database.engine.dispose()
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the error beneath: Optuna's own says only that something could not be committed."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
 
 
 def default_name(recipe: Recipe, data: Dataset) -> str:
@@ -144,28 +158,36 @@ class Study:
         return self._suggest(self.study.ask())
 
     def _suggest(self, trial: Any) -> Draw:
-        """Draw the settings it lacks; a trial that was killed while it was drawn keeps those it has."""
+        """Draw the settings it lacks; a trial that was killed while it was drawn gets those it would have had."""
         seed = torch.randint(2**31, (), generator=generator("trial", self.search.seed, trial.number))
         self.study.sampler = self.optuna.samplers.TPESampler(seed=int(seed))
         self.running[trial.number] = trial
         if _is_erm(trial):
             return Draw(trial.number, {}, is_erm=True)
-        return Draw(
-            trial.number,
-            {
-                p.name: p.rounded(trial.suggest_float(p.name, p.low, p.high, log=p.log))
-                for p in self.search.hyper_parameters
-            },
-        )
+        return Draw(trial.number, {p.name: self._suggest_value(trial, p) for p in self.search.hyper_parameters})
+
+    def _suggest_value(self, trial: Any, p: HyperParameter) -> float:
+        """A value that is stored already is drawn again, and dropped, for the sake of the random numbers after it."""
+        here = self.study.get_trials(deepcopy=False)[trial.number]
+        if p.name in here.params and p.name not in here.system_attrs.get("fixed_params", {}):
+            values = self.optuna.distributions.FloatDistribution(p.low, p.high, log=p.log)
+            self.study.sampler.sample_independent(self.study, here, p.name, values)
+        return p.rounded(trial.suggest_float(p.name, p.low, p.high, log=p.log))
 
     # ---- results
 
     def should_prune(self, number: int, epoch: int, value: float | None) -> bool:
-        """Report the measure after an epoch, if it is finite; should the trial be pruned?"""
-        trial = self.running[number]
-        if value is not None and epoch not in self.study.get_trials(deepcopy=False)[number].intermediate_values:
+        """Report the measure after an epoch, if it is finite; should the trial be pruned?
+
+        A resumed trial reports its epochs again, but Optuna judges by the last one that it knows: until that one comes,
+        the answer is no.
+        """
+        trial, known = self.running[number], self.study.get_trials(deepcopy=False)[number].intermediate_values
+        if value is not None and epoch not in known:
             trial.report(value, epoch)
-        return not _is_erm(trial) and epoch < self.search.recipe.epochs and bool(trial.should_prune())
+        is_repeated = epoch < max(known, default=0)
+        judged = not is_repeated and not _is_erm(trial) and epoch < self.search.recipe.epochs
+        return judged and bool(trial.should_prune())
 
     def end(self, number: int, state: State, last: Mapping[str, Any] | None, why: str = "") -> None:
         """Store how a trial ended, with the metrics of its last epoch if it had one."""

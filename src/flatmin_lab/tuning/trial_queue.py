@@ -60,7 +60,9 @@ class TrialQueue(TaskQueue[TrialTask]):
         return [number for number in self.tasks if number not in self.done]
 
     def fail(self, number: int, task: TrialTask, failure: TaskFailure) -> Iterator[tuple[int, Event]]:
-        raise failure.error or RunError(f"trial {number} cannot be trained: {failure.why}")
+        raise failure.error or RunError(
+            f"trial {number} cannot be trained: {failure.why}; the same command resumes, and keeps all that have ended"
+        )
 
     def abandon(self, error: NoWorkerError) -> Iterator[tuple[int, Event]]:
         raise error

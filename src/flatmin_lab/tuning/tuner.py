@@ -117,9 +117,11 @@ class _TrialTracker:
         self.against_erm = None if found is None else found.against_erm
         there = set() if found is None else {trial.number for trial in found.trials}
         if missing := there - {trial.number for trial in self.study.all_trials()}:
+            here = self.study.study.study_name
+            renamed = "" if found is None or found.study == here else f", and its folder the name {found.study}"
             raise FileExistsError(
-                f"{path} has {len(missing)} trials that its study does not have; "
-                "give the --storage it was made with, or choose another folder with --out"
+                f"{path} has {len(missing)} trials that its study {here} does not have; "
+                f"give the --storage it was made with{renamed}, or choose another folder with --out"
             )
 
     # ---- tasks

@@ -5,6 +5,8 @@ import json
 import re
 import shutil
 import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 from flatmin_lab.data import load
 from flatmin_lab.evaluation import landscapes, measurements
 from flatmin_lab.report.pages.theory import theory_page
-from flatmin_lab.runs import checkpoint
+from flatmin_lab.runs import checkpoint, evaluation_files
 from tests.support.processes import flatmin, words
 
 FAST = ["train", "--data", "digits", "--epochs", "1", "--batch-size", "300", "--device", "cpu"]
@@ -249,6 +251,29 @@ def test_a_data_set_of_another_shape_is_converted_and_that_is_said(user: Path) -
     assert result.exit_code == 0, result.output
     assert "note: svhn-made was converted from images of 3 × 32 × 32 to images of 1 × 8 × 8" in words(result.stderr)
     assert json.loads(result.stdout)["outside"]["svhn-made"]["pictures"] == 100
+
+
+def test_what_two_evaluations_of_one_run_find_at_once_is_all_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = evaluation_files.read_evaluation
+
+    def slow(folder: Path, name: str) -> dict[str, Any] | None:
+        found = real(folder, name)
+        time.sleep(0.02)  # the others read meanwhile
+        return found
+
+    def write(number: int) -> None:
+        found = {"checkpoint": "the last", f"part {number}": number, "outside": {f"set {number}": number}}
+        evaluation_files.write_evaluation(tmp_path, evaluation_files.EVALUATION, found)
+
+    monkeypatch.setattr(evaluation_files, "read_evaluation", slow)
+    with ThreadPoolExecutor(4) as processes:  # locks exclude threads too
+        list(processes.map(write, range(8)))
+    kept = json.loads((tmp_path / "evaluation.json").read_text())
+    assert {f"part {number}" for number in range(8)} <= kept.keys()
+    assert kept["outside"] == {f"set {number}": number for number in range(8)}
+    assert [path.name for path in tmp_path.iterdir()] == ["evaluation.json"]
 
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

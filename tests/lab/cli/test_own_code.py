@@ -149,7 +149,11 @@ REFUSED = [
     (["--init", "folder"], "got the folder"),
     (["--init-except", "fc"], "init_except must be given with init"),
     (["--config", "absent.json"], "absent.json does not exist"),
-    (["--config", "own.py"], "got own.py, which is not JSON"),
+    (["--config", "own.py"], "own.py cannot be read: Extra data: line 1"),
+    (["--config", "list.json"], "list.json cannot be read: it holds no object"),
+    (["--config", "twice.json"], "twice.json cannot be read: the key 'lr' is there twice"),
+    (["--config", "deep.json"], "deep.json cannot be read: maximum recursion depth exceeded"),
+    (["--config", "beside.json"], "beside.json: epochs, lr must be inside its recipe, not beside it"),
     (["--config", "odd.json"], "odd.json: a recipe has no colour; it has data, model"),
     (["--config", "wrong.json"], "wrong.json: lr must be a number, got a str"),
     (["--config", "odd.json", "--tuned", "tuning.json"], "leave one of them out"),
@@ -161,6 +165,10 @@ def test_what_makes_no_sense_is_told_and_leaves_no_folder(here: Path, arguments:
     (here / "folder").mkdir()
     (here / "odd.json").write_text('{"colour": "red"}')
     (here / "wrong.json").write_text('{"lr": "fast"}')
+    (here / "list.json").write_text("[]")
+    (here / "deep.json").write_text("[" * 100_000)
+    (here / "beside.json").write_text('{"recipe": {"data": "digits"}, "lr": 0.2, "epochs": 2}')
+    (here / "twice.json").write_text('{"lr": 0.1, "epochs": 1, "lr": 0.2}')
     result = flatmin(*FAST, *arguments, "--out", "run")
     assert result.exit_code == 2, result.output
     assert text in words(result.stderr)

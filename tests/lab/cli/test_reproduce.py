@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -173,6 +174,7 @@ def test_outside_data_that_are_missing_are_named_before_anything_is_trained(tmp_
             "outside data are known for cifar10, cifar100, svhn",
         ),
         (["table1", "--runs", str(ROOT / "README.md" / "runs")], "choose other places with --results and --runs"),
+        (["table1", "--plan", "--results", str(ROOT / "README.md")], "choose other places with --results and --runs"),
         ([], "name a table or a figure: table1"),
         (["table9"], "unknown table or figure 'table9'; choose from table1"),
         (["table1", "--protocol", "long"], "unknown protocol 'long'; choose from paper, paper-v2, short, smoke"),
@@ -193,6 +195,29 @@ def test_a_request_that_makes_no_sense_says_why(tmp_path: Path, arguments: list[
     shown = flatmin("reproduce", "--results", tmp_path, "--runs", tmp_path, "--data-dir", tmp_path, *arguments)
     assert shown.exit_code == 2
     assert message in words(shown.stderr)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (
+            {"runs": [{"name": "smoke/nonsense", "seed": 0}]},
+            "planned.json names 'smoke/nonsense', but there is no such",
+        ),
+        (
+            {"runs": [{"name": "smoke/cifar10-vgg16-amp", "seed": 3, "parts": ["atack"]}]},
+            "wants 'atack' of smoke/cifar10-vgg16-amp with seed 3, but what can be measured is attack, flatness",
+        ),
+        ({"families": []}, "planned.json is damaged: families must be an object, got a list; put a good copy there"),
+    ],
+    ids=str,
+)
+def test_a_mistake_in_a_plan_is_named_and_nothing_is_run(tmp_path: Path, plan: dict[str, Any], message: str) -> None:
+    (tmp_path / "planned.json").write_text(json.dumps(plan))
+    shown = flatmin("reproduce", "--planned", "--results", tmp_path, "--runs", tmp_path / "runs")
+    assert shown.exit_code == 2
+    assert message in words(shown.stderr)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_what_failed_is_told_and_tried_again_when_asked(tmp_path: Path) -> None:

@@ -1,7 +1,11 @@
 """Recipe + seed → one result file: trained, evaluated, stored; a run that fails is stored too, and stops no other."""
 
+import errno
 import json
+import os
+import time
 from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -12,6 +16,7 @@ import torch
 
 from flatmin_lab.data import load
 from flatmin_lab.evaluation import post_training
+from flatmin_lab.execution.executor import run_tasks
 from flatmin_lab.execution.local import LocalExecutor, ThisProcess
 from flatmin_lab.execution.process_pool import local_executor
 from flatmin_lab.execution.run_queue import RunQueue, run_all
@@ -90,7 +95,7 @@ def test_a_folder_of_another_recipe_fails_alone(store: ResultStore) -> None:
     ends = here([one, other], store)
     assert isinstance(ends[0], Failed)
     assert "lr is 0.2 there" in ends[0].what
-    assert "choose another --runs" in ends[0].what
+    assert f"0.1 here. Move {folder} away, or choose another --runs" in ends[0].what
     assert not store.failure(one).exists()  # nothing is wrong with it
     assert isinstance(ends[1], Finished)
 
@@ -104,8 +109,34 @@ def test_a_folder_that_another_process_trains_in_is_left_alone(store: ResultStor
         held.close()
     assert isinstance(ends[0], Failed)
     assert ends[0].busy
+    assert "wait for it to end, or choose another folder" in ends[0].what
+    assert "--out" not in ends[0].what  # a flag of `train`
     assert not store.failure(job).exists()
     assert store.state(job) == "begun"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_a_disk_that_fails_is_no_failure_of_the_run(
+    store: ResultStore, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    jobs = [Job(QUICK, 0), Job(QUICK, 1)]
+    real, left = os.fsync, [4]  # config.json is written, metrics.jsonl is not
+
+    def failing(handle: int) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(number, os.strerror(number))
+        real(handle)
+
+    queue = RunQueue([Run(job) for job in jobs], RunOptions(store), dict, {}, lambda: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", failing)
+        ends = dict(run_tasks(ThisProcess(), run_task_on_data, queue))
+    assert isinstance(ends[0], Failed)
+    assert ends[0].later
+    assert not store.failure(jobs[0]).exists()
+    assert isinstance(ends[1], Finished)
+    assert isinstance(here(jobs, store)[0], Finished)
 
 
 def test_damaged_last_weights_are_not_measured_and_trained_again(store: ResultStore) -> None:
@@ -148,6 +179,17 @@ def test_the_spectrum_confidence_and_outside_data_are_stored_as_the_report_reads
         "negative_curvature",
     ):
         assert column_named(name).value(run) is not None
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text('{"epoch": 1')], ids=["gone", "cut"])
+def test_a_result_is_made_again_with_its_curves_whatever_became_of_the_lines(store: ResultStore, damage: Any) -> None:
+    job = Job(QUICK, 0)
+    here([job], store)
+    before = store.file(job).read_text()
+    store.file(job).unlink()
+    damage(store.folder(job) / "metrics.jsonl")
+    assert isinstance(here([job], store)[0], Finished)
+    assert store.file(job).read_text() == before
 
 
 def test_the_weights_of_another_run_are_not_measured_for_a_result(store: ResultStore) -> None:
@@ -241,6 +283,22 @@ def test_what_is_planned_is_written_once_and_in_order(store: ResultStore) -> Non
     assert store.plan(runs, date(2026, 1, 4)) == (0, 0)
     assert [(run["seed"], run["planned"]) for run in store.planned()] == [(0, "2026-01-02"), (1, "2026-01-03")]
     assert store.planned()[0]["parts"] == ["attack"]
+
+
+def test_what_several_processes_plan_at_once_is_all_planned(
+    store: ResultStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = ResultStore.planned
+
+    def slow(self: ResultStore) -> list[dict[str, Any]]:
+        found = real(self)
+        time.sleep(0.02)  # the others read meanwhile
+        return found
+
+    monkeypatch.setattr(ResultStore, "planned", slow)
+    with ThreadPoolExecutor(4) as processes:  # locks exclude threads too
+        list(processes.map(lambda seed: store.plan([(Job(QUICK, seed), ())], date(2026, 1, 2)), range(8)))
+    assert sorted(run["seed"] for run in store.planned()) == list(range(8))
 
 
 def test_a_plan_keeps_its_families_and_what_else_it_holds(store: ResultStore) -> None:

@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from flatmin_lab.runs import checkpoint, open_folder
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs.events import Epoch, Finished, Note, RunError, Started
 from flatmin_lab.runs.result_store import ResultStore
+from flatmin_lab.system.files import atomic_write, locked
 from flatmin_lab.training.loop import config_of, train
 from tests.support.small_runs import after, lasting, run, same, saves, tiny_data, tiny_recipe
 
@@ -204,6 +207,20 @@ def test_a_run_of_an_older_version_goes_on(tmp_path: Path) -> None:
     assert isinstance(run(tiny_recipe(), folder, resume=True)[-1], Finished)
 
 
+@pytest.mark.parametrize("missing", ["epoch", "sums", "lines", "optimizer"])
+def test_an_intact_checkpoint_of_another_format_says_which_version_wrote_it(tmp_path: Path, missing: str) -> None:
+    run(tiny_recipe(), tmp_path / "run", stop=after(7))
+    (path, *_) = checkpoint.listed(tmp_path / "run")
+    whole = checkpoint.read(path)
+    state = {**whole.state, "facts": {**whole.state["facts"], "flatmin": "7.0"}}
+    del state[missing]
+    checkpoint.write(path, checkpoint.Checkpoint(whole.tensors, state))
+    before = contents(tmp_path / "run")
+    with pytest.raises(RunError, match=rf"{missing}.*written by flatmin 7\.0, and this is.*train anew"):
+        run(tiny_recipe(), tmp_path / "run", resume=True)
+    assert contents(tmp_path / "run") == before
+
+
 def test_a_damaged_result_is_made_again(tmp_path: Path) -> None:
     run(tiny_recipe(), tmp_path / "run")
     result = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -383,6 +400,12 @@ def test_a_damaged_plan_is_named(tmp_path: Path, wrong: Any) -> None:
         ResultStore(tmp_path, tmp_path).planned()
 
 
+def test_a_plan_that_was_merged_into_two_lists_is_named_since_one_would_be_lost(tmp_path: Path) -> None:
+    (tmp_path / "planned.json").write_text('{"runs": [{"name": "x", "seed": 0}], "runs": [{"name": "x", "seed": 1}]}')
+    with pytest.raises(ValueError, match=r"planned\.json is damaged: .*the key 'runs' is there twice"):
+        ResultStore(tmp_path, tmp_path).planned()
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"recipe": {}}'])
 def test_a_damaged_config_is_named(tmp_path: Path, content: bytes) -> None:
     folder = tmp_path / "run"
@@ -412,6 +435,22 @@ def test_two_processes_cannot_hold_one_folder(tmp_path: Path) -> None:
     assert isinstance(run(tiny_recipe(), folder, resume=True)[-1], Finished)
 
 
+def test_what_an_evaluation_is_writing_is_no_leftover_of_a_killed_process(tmp_path: Path) -> None:
+    """An evaluation needs no lock on the run: it may be written when a training process opens the folder."""
+    run(tiny_recipe(), tmp_path / "run", stop=after(3))
+    path = tmp_path / "run" / "evaluation.json"
+    with ThreadPoolExecutor(1) as other, locked(path.parent), atomic_write(path) as file:  # locks exclude threads too
+        resumed = other.submit(run, tiny_recipe(), tmp_path / "run", resume=True)
+        time.sleep(0.5)  # long enough to come to the lock
+        file.write(b"{}")
+    assert isinstance(resumed.result()[-1], Finished)
+    assert path.read_bytes() == b"{}"
+
+
+# what each call of fsync makes last; the others are of folders, which not every file system can flush
+FLUSHED = {2: "config.json", 4: "metrics.jsonl", 6: "metrics.jsonl", 7: "the checkpoint after step 5"}
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize("call", range(1, 9))
 def test_a_disk_that_fails_at_any_writing_costs_nothing_that_was_there(
@@ -429,8 +468,8 @@ def test_a_disk_that_fails_at_any_writing_costs_nothing_that_was_there(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", failing)
         told = "Input/output error" if number == errno.EIO else "the disk is full"
-        # every second call is a folder's, which not every file system has
-        with nullcontext() if call % 2 else pytest.raises(RunError, match=f"{told}.*--resume"):
+        told = f"{FLUSHED.get(call)} could not be written.*{told}.*repeat the command.*train: with --resume"
+        with pytest.raises(RunError, match=told) if call in FLUSHED else nullcontext():
             run(tiny_recipe(), folder)
     run(tiny_recipe(), folder, resume=True)
     assert same(lasting(folder), lasting(tmp_path / "whole"))

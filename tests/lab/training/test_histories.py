@@ -72,7 +72,7 @@ def disk_full(recipe: Recipe, folder: Path, draw: random.Random) -> bool:
         try:
             return isinstance(run(recipe, folder, resume=True, checkpoint_minutes=0)[-1], Finished)
         except RunError as error:
-            assert "make room, and resume with --resume" in str(error)  # noqa: PT017
+            assert "make room, and repeat the command" in str(error)  # noqa: PT017
             return False
 
 

@@ -1,6 +1,8 @@
 """Tuning: trials that can be killed, repeated and trusted, on the validation split alone."""
 
+import errno
 import json
+import os
 import re
 import shutil
 import signal
@@ -20,18 +22,20 @@ from PIL import Image
 
 from flatmin_lab.cli.commands import tune as tune_command
 from flatmin_lab.data import Split, load
+from flatmin_lab.execution.task_queue import Slot, TaskFailure
 from flatmin_lab.methods import METHODS
 from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.report.loader import load_results
 from flatmin_lab.report.pages.report import report_page
 from flatmin_lab.report.pages.tuning import tuning_section
-from flatmin_lab.runs.events import BusyError, Epoch, Event, Finished, Stopped
+from flatmin_lab.runs.events import BusyError, Epoch, Event, Finished, RunError, Stopped
 from flatmin_lab.tuning import result_file
 from flatmin_lab.tuning.result import State, Trial, Tuning
 from flatmin_lab.tuning.result_file import FILE
 from flatmin_lab.tuning.search_space import HYPER_PARAMETERS, HyperParameter, SearchSpace, hyper_parameters_of
-from flatmin_lab.tuning.study import DATABASE, MIN_FINISHED_TRIALS, open_study
-from flatmin_lab.tuning.trial import Pruned
+from flatmin_lab.tuning.study import DATABASE, MIN_FINISHED_TRIALS, Draw, open_study
+from flatmin_lab.tuning.trial import Pruned, TrialTask
+from flatmin_lab.tuning.trial_queue import TrialQueue
 from flatmin_lab.tuning.tuner import tune
 from tests import ROOT
 from tests.support.processes import flatmin, words
@@ -440,6 +444,61 @@ def test_epochs_missing_in_the_study_are_reported_when_it_is_resumed(data: Path,
     assert known.items() <= again.intermediate_values.items()
 
 
+def rmp_search(data: Path, **changes: Any) -> SearchSpace:
+    recipe = default_recipe(str(data), load(data), model="mlp", method="rmp", epochs=6, validation=True)
+    return SearchSpace(recipe=recipe, hyper_parameters=hyper_parameters_of("rmp", ["epsilon", "lr"]), **changes)
+
+
+def measured(epoch: int, value: float) -> dict[str, float]:
+    return {"epoch": epoch, "seconds": 1.0, "validation_error": value, "validation_nll": value}
+
+
+def test_killed_between_two_values_of_a_trial_it_draws_the_second_that_it_would_have_drawn(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search, pictures_of = rmp_search(data), load(data)
+
+    def draw_all(folder: Path) -> list[Any]:
+        folder.mkdir(exist_ok=True)
+        with open_study(search, pictures_of, folder=folder, storage=None) as study:
+            found = study.unfinished()
+            while (draw := study.draw(15)) is not None:
+                found.append(draw)
+                study.end(draw.number, "finished", measured(6, draw.settings.get("lr", 1.0)))
+        return found
+
+    real = optuna.trial.Trial.suggest_float
+
+    def killed(trial: Any, name: str, *more: Any, **settings: Any) -> float:
+        if (trial.number, name) == (dies_in, "lr"):
+            raise KeyboardInterrupt
+        return real(trial, name, *more, **settings)
+
+    whole = draw_all(tmp_path / "whole")
+    for dies_in in (1, 5, 14):  # the values without tuning, random ones, TPE's
+        with monkeypatch.context() as patched:
+            patched.setattr(optuna.trial.Trial, "suggest_float", killed)
+            with pytest.raises(KeyboardInterrupt):
+                draw_all(tmp_path / str(dies_in))
+        assert draw_all(tmp_path / str(dies_in))[0] == whole[dies_in]
+
+
+def test_killed_before_it_is_pruned_a_trial_is_pruned_after_the_same_epoch(data: Path, tmp_path: Path) -> None:
+    search, pictures_of = rmp_search(data), load(data)
+    with open_study(search, pictures_of, folder=tmp_path, storage=None) as study:
+        for number in range(MIN_FINISHED_TRIALS):
+            study.draw(6)
+            for epoch in range(1, 7):
+                study.should_prune(number, epoch, 0.1)
+            study.end(number, "finished", measured(6, 0.1))
+        study.draw(6)
+        judged = [study.should_prune(MIN_FINISHED_TRIALS, epoch, 0.5) for epoch in (1, 2, 3, 4)]
+        assert judged == [False, False, False, True]
+    with open_study(search, pictures_of, folder=tmp_path, storage=None) as study:  # which was not told
+        (again,) = study.unfinished()
+        assert [study.should_prune(again.number, epoch, 0.5) for epoch in (1, 2, 3, 4)] == judged
+
+
 def test_a_pruned_trial_is_known_by_its_last_event(data: Path, tmp_path: Path) -> None:
     """From Python; with measures that do not tell, nothing is pruned."""
     pictures_of = load(data)
@@ -477,7 +536,7 @@ def test_a_folder_belongs_to_one_tuning(data: Path, tmp_path: Path, out: Path) -
         assert (out / FILE).read_bytes() == before
     elsewhere = flatmin(*asked(data, out, "--measure", "nll", "--storage", f"sqlite:///{tmp_path / 'other.db'}"))
     assert elsewhere.exit_code == 2
-    assert "has 4 trials that its study does not have" in words(elsewhere.stderr)
+    assert f"has 4 trials that its study {out.name} does not have" in words(elsewhere.stderr)
     run = flatmin(*asked(data, out / "trial-0"))
     assert run.exit_code == 2
     assert "is a run itself" in words(run.stderr)
@@ -504,6 +563,51 @@ def test_a_damaged_study_is_named(data: Path, tmp_path: Path, out: Path, damage:
     done = flatmin(*asked(data, tmp_path, "--measure", "nll", "--trials", 9))
     assert done.exit_code == 2, done.output
     assert str(database) in words(done.stderr)
+
+
+def test_a_study_that_cannot_be_written_any_more_is_no_damaged_one(data: Path, tmp_path: Path) -> None:
+    flags = asked(data, tmp_path / "out", "--trials", 3)
+    drawn_before(tmp_path / "out", [])
+    stop = "BEFORE INSERT ON trial_intermediate_values WHEN NEW.trial_id = 2 AND NEW.step = 2"
+    with closing(sqlite3.connect(tmp_path / "out" / DATABASE)) as connection, connection:
+        connection.execute(f"CREATE TRIGGER full {stop} BEGIN INSERT INTO room VALUES (1); END")
+    done = flatmin(*flags)
+    assert done.exit_code == 1, done.output
+    assert "study.db could not be written" in words(done.stderr)
+    assert "no such table: main.room); once it can be, repeat the command" in words(done.stderr)
+    with closing(sqlite3.connect(tmp_path / "out" / DATABASE)) as connection, connection:
+        connection.execute("DROP TRIGGER full")
+    done = flatmin(*flags)
+    assert done.exit_code == 0, done.output
+    assert flatmin(*asked(data, tmp_path / "whole", "--trials", 3)).exit_code == 0
+    assert without_times(tuning_of(tmp_path / "out")) == without_times(tuning_of(tmp_path / "whole"))
+
+
+def test_a_trial_whose_process_died_ends_the_tuning_and_says_what_to_do(data: Path, tmp_path: Path) -> None:
+    draw, search = Draw(3, {"epsilon": 0.1, "lr": 0.1}), rmp_search(data)
+    task = TrialTask(draw, search.trial_recipe(draw.settings), 0, tmp_path, "cpu", "data", 1)
+    queue = TrialQueue(iter([draw]), 1, lambda *_: task, load(data), set(), lambda: None)
+    assert queue.take(Slot("cpu")) is task
+    with pytest.raises(RunError, match="trial 3 cannot be trained: signal 9; the same command resumes"):
+        list(queue.receive(task, TaskFailure("signal 9"), ""))
+
+
+def test_the_file_on_a_full_disk_is_written_when_there_is_room_again(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    flags = asked(data, tmp_path / "out", "--trials", 2)
+    assert flatmin(*flags).exit_code == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(result_file, "atomic_write", full)
+        done = flatmin(*asked(data, tmp_path / "out", "--trials", 3))
+    assert done.exit_code == 1
+    assert "tuning.json could not be written (No space left on device); make room and repeat" in words(done.stderr)
+    assert len(tuning_of(tmp_path / "out").trials) == 2
+    assert flatmin(*asked(data, tmp_path / "out", "--trials", 3)).exit_code == 0
+    assert len(tuning_of(tmp_path / "out").trials) == 3
 
 
 def test_a_second_process_is_refused(data: Path, tmp_path: Path) -> None:
@@ -554,6 +658,10 @@ def test_the_study_may_lie_elsewhere(data: Path, tmp_path: Path) -> None:
         assert done.exit_code == 0, done.output
     assert optuna.get_all_study_names(place) == ["one", "two"]
     assert not (tmp_path / "one" / DATABASE).exists()
+    (tmp_path / "one").rename(tmp_path / "renamed")
+    done = flatmin(*asked(data, tmp_path / "renamed", "--trials", 3, "--storage", place))
+    assert done.exit_code == 2
+    assert "give the --storage it was made with, and its folder the name one" in words(done.stderr)
 
 
 def test_nothing_imports_optuna_before_it_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ from typing import IO
 
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.execution.run_queue import RunExecutor, RunQueue, run_all
-from flatmin_lab.execution.runner import Run, RunOptions, RunTask
+from flatmin_lab.execution.runner import Run, RunOptions, RunTask, refusal
 from flatmin_lab.execution.task_queue import Slot, Stop, WorkerLoss
-from flatmin_lab.runs.config import OtherRunError
-from flatmin_lab.runs.events import BusyError, Event, Failed, Finished, RunError, Stopped
+from flatmin_lab.runs.events import Event, Failed, Finished, RunError, Stopped
 from flatmin_lab.runs.open_folder import check, lock_folder
 from flatmin_lab.training.loop import config_of
 
@@ -61,10 +60,7 @@ class ClusterRunQueue(RunQueue):
             if number not in self.locks:
                 self.locks[number] = lock_folder(folder)
         except (ValueError, OSError, RunError) as error:
-            what = error.what if isinstance(error, OtherRunError) else str(error)
-            way_out = "" if isinstance(error, RunError) else f" Move {folder} away, or choose another --runs"
-            failed = Failed(f"{what}{way_out}", later=True, busy=isinstance(error, BusyError))
-            self.refused.append(self.end(number, failed))
+            self.refused.append(self.end(number, refusal(error, folder)))
             return False
         return True
 

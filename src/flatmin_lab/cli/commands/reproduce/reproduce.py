@@ -129,6 +129,7 @@ def reproduce(
         if plan:
             claims: Any = need("flatmin_lab.report.paper.claims", "flatmin reproduce")
             families = claims.families_of([run.job.recipe.name for run in selection.runs])
+            _check_place(store.results)
             new, extended = store.plan(selection.runs, datetime.now(timezone.utc).date(), families)
             typer.echo(f"{new} of {len(selection.runs)} runs are new in {store.results / PLANNED}")
             if extended:

@@ -134,6 +134,11 @@ def _planned(store: ResultStore, experiments: Sequence[Experiment], protocol: st
     for run in (run for run in store.planned() if "withdrawn" not in run):
         if run["name"] not in by_name():
             raise ValueError(f"planned.json names {run['name']!r}, but there is no such recipe; correct it there")
+        if unknown := [part for part in run.get("parts", ()) if part not in post_training.PARTS]:
+            raise ValueError(
+                f"planned.json wants {unknown[0]!r} of {run['name']} with seed {run['seed']}, but what can be measured "
+                f"is {', '.join(post_training.PARTS)}; correct it there"
+            )
         found.append(Run(Job(by_name()[run["name"]], run["seed"]), tuple(run.get("parts", ()))))
     if not found:
         raise ValueError(f"{store.results} has no plan; record one with --plan")
