@@ -182,7 +182,7 @@ def test_outside_data_that_are_missing_are_named_before_anything_is_trained(tmp_
         (["table1", "--data", "mnist"], "--data takes cifar10, cifar100, svhn, got mnist"),
         (
             ["table1", "--measure", "speed"],
-            "--measure takes attack, batch_rise, boundary, flatness, landscape, outside, scaled, selective, spectrum, got",
+            "--measure takes attack, batch_rise, boundary, flatness, landscape, outside, scaled, selective, spectrum",
         ),
         (["table1", "--seeds", "a"], "--seeds takes whole numbers, as in 0,1 or 0-9"),
         (["table1", "--seeds", "3-1"], "--seeds takes a range from its lowest to its highest, as in 0-9, got 3-1"),
