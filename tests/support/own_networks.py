@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import relu
+from torch.nn.functional import batch_norm, relu
 
 
 class Residual(nn.Module):
@@ -94,6 +94,17 @@ def norm_of_the_batch_alone(num_classes: int) -> nn.Module:
     return nn.Sequential(
         nn.Flatten(), nn.LazyLinear(4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, num_classes)
     )
+
+
+class NormedByHand(nn.Module):
+    """The same without a module for it."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layer, self.head = nn.LazyLinear(4), nn.Linear(4, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(batch_norm(self.layer(x.flatten(1)), None, None, training=True))  # type: ignore[no-any-return]
 
 
 class Squeezed(nn.Module):

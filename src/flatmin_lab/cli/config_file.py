@@ -57,9 +57,10 @@ class ConfigValues:
     def method(self, asked: str | None) -> str | None:
         return asked or self.values.get("method")
 
-    def changes(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """The recipe's fields; flags take precedence."""
-        there = {key: value for key, value in self.values.items() if key not in ("data", "method", "settings")}
+    def changes(self, asked: Mapping[str, Any], *, data: str | None) -> dict[str, Any]:
+        """The recipe's fields; flags take precedence. Other data keep their own size."""
+        left_out = ("data", "method", "settings", *(["size"] if data not in (None, self.data) else []))
+        there = {key: value for key, value in self.values.items() if key not in left_out}
         there |= {key: located_name(key, there[key]) for key in FIELDS if there.get(key) is not None}
         return overridden(there, asked)
 

@@ -146,8 +146,10 @@ def read_data(name: str, root: Path, *, download: bool, size: tuple[int, int] | 
 
 def read_run_data(recipe: Recipe, data: str | None, root: Path, *, download: bool) -> Dataset:
     """A run's data, from where they were or, with --data, from where they are now."""
+    place = data or recipe.data
+    size = recipe.size if Path(place).expanduser().is_dir() else None  # only a folder's images are resized
     try:
-        return read_data(data or recipe.data, root, download=download, size=recipe.size)
+        return read_data(place, root, download=download, size=size)
     except FileNotFoundError as error:
         if data is not None or recipe.data in DATA_SETS:
             raise

@@ -58,7 +58,8 @@ def load_outside(
     here = OutsideData(found.name, found.split.to(like.x.device), found.converted_from)
     if _holds(here.split.x, like.x):
         raise ValueError(
-            f"the outside data must differ from the model's own, got {name} for both; name another data set"
+            f"the outside data must differ from the model's own, whose test images are among those of {name}; name "
+            "another data set"
         )
     return here
 

@@ -29,6 +29,7 @@ Weights = Literal["ema", "last"]
 WEIGHTS = ("ema", "last")
 BATCH_SIZE = 256
 LARGEST_PIXEL = 2.0  # of images from 0 to 1, with some noise on them; one of 0 to 255 hardly lies below it
+LARGEST_NORMALISED = 20.0  # standard deviations: no normalised pixel is so far from the mean
 SMALLEST_PIXEL = -1.0  # likewise; normalised ones, or those from −1 to 1, reach it
 
 
@@ -107,7 +108,8 @@ class TrainedModel:
 
 def _check_pixels(smallest: float, largest: float) -> None:
     if largest > LARGEST_PIXEL or smallest <= SMALLEST_PIXEL:
-        way_out = "divide them by 255" if smallest >= 0 else "give them without normalisation, which is the model's"
+        is_bytes = smallest >= 0 or largest > LARGEST_NORMALISED
+        way_out = "divide them by 255" if is_bytes else "give them without normalisation, which is the model's"
         raise ValueError(f"images must be uint8, or from 0 to 1, got {smallest:g} to {largest:g}; {way_out}")
 
 

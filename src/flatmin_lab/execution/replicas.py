@@ -11,6 +11,7 @@ another. Both are measured on real steps of the runs. On a CPU the runs follow e
 uses the cores better (process_pool.py).
 """
 
+import errno
 import traceback
 from bisect import insort
 from collections import deque
@@ -294,7 +295,9 @@ def _without_frames(error: Exception) -> Exception:
 def _failed(error: Exception, step: int | None) -> Failed:
     """The event of a run that failed. `later` where the machine is at fault: folder in use, disk full, GPU broken."""
     busy = isinstance(error, BusyError)
-    of_disk = isinstance(error, RunError) and isinstance(error.__cause__, OSError)
+    cause = error if isinstance(error, OSError) else error.__cause__
+    full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+    of_disk = full or (isinstance(error, RunError) and isinstance(cause, OSError))
     later, diverged = busy or of_disk or _is_of_gpu(error), isinstance(error, DivergedError)
     return Failed(_describe_error(error), step, later=later, busy=busy, diverged=diverged)
 

@@ -118,7 +118,7 @@ def evaluate_run(run: Run, options: RunOptions, data: Dataset, device: torch.dev
         known = store.result(job) or _full_result(weights, at_once=options.at_once)
         subject = load_run.subject_of(weights, data, use_ema=False, device=device)
         if "clean_train_nll" not in known:
-            known = _write_merged(store, job, known, post_training.measure_every_run(subject, job.recipe))
+            known = store.extend(job, known, post_training.measure_every_run(subject, job.recipe))
             yield Measured("always")
         effort = post_training.EFFORTS.get(job.recipe.name.partition("/")[0], post_training.Effort())
         how = post_training.Conditions(effort, job.recipe.data, options.root)
@@ -127,7 +127,7 @@ def evaluate_run(run: Run, options: RunOptions, data: Dataset, device: torch.dev
                 yield Stopped(stop() or "", 0)
                 return
             if part not in known:
-                known = _write_merged(store, job, known, post_training.measure(subject, part, how))
+                known = store.extend(job, known, post_training.measure(subject, part, how))
                 yield Measured(part)
         remove_old_checkpoints(folder, weights.path)
         yield Finished(known)
@@ -135,13 +135,6 @@ def evaluate_run(run: Run, options: RunOptions, data: Dataset, device: torch.dev
         yield Failed(str(error), later=True)
     except Exception as error:
         yield Failed(f"it was trained, but could not be evaluated: {type(error).__name__}: {error}", later=True)
-
-
-def _write_merged(store: ResultStore, job: Job, known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Store what was found at once, beside what another process may have added meanwhile."""
-    whole = {**known, **(store.result(job) or {}), **found}
-    store.write(job, whole)
-    return whole
 
 
 def _full_result(weights: load_run.TrainedRun, *, at_once: int | None) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         if is_checkpoint:
             raise ValueError(
                 f"{path} is a run's checkpoint, which holds more than weights; its weights become a file with "
-                f"`flatmin export {path} --to weights.safetensors`"
+                "`flatmin export RUN --to weights.safetensors`, where RUN is the run's folder"
             )
         return weights
     try:
@@ -89,8 +89,8 @@ def assign_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str, 
     apart = [f"{key} is {given[key]}, not {has[key]}" for key in has if key in given and given[key] != has[key]]
     apart += [
         f"{key} is {weights[key].dtype}, not {own[key].dtype}"
-        for key in has
-        if key in given and own[key].is_floating_point() and not weights[key].is_floating_point()
+        for key, parameter in model.named_parameters()
+        if key in has and key in given and parameter.is_floating_point() and not weights[key].is_floating_point()
     ]
     differences = [
         *([f"without {_few(sorted(missing))}"] if missing else []),

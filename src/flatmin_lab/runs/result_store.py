@@ -113,6 +113,15 @@ class ResultStore:
         self.failure(job).unlink(missing_ok=True)
         return self.file(job)
 
+    def extend(self, job: Job, known: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+        """Write what is known and what was found, beside what another process may have added meanwhile."""
+        folder = self.file(job).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder):
+            whole = {**known, **(self.result(job) or {}), **found}
+            self.write(job, whole)
+        return whole
+
     def write_failure(self, job: Job, what: str, step: int | None, facts: Mapping[str, Any]) -> None:
         said = {"name": job.recipe.name, "protocol": str(job.recipe.protocol), **_identity(job)}
         _write_json(self.failure(job), {**said, "error": what, "step": step, **facts})

@@ -75,7 +75,7 @@ def remove_temporary_files(folder: Path) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """Wait until no other process or thread is in such a block: what is read in it can be changed and written back.
 
-    The folder itself is locked, so no file is left in it. Where the file system cannot lock, nothing is locked.
+    The folder itself is locked, so no file is left in it. Where folders cannot be locked (Windows, NFS), nothing is.
     """
     try:
         import fcntl
@@ -88,6 +88,8 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a process forked meanwhile may have the handle too
         os.close(handle)
 
 

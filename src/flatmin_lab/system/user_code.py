@@ -203,9 +203,10 @@ def _add_to_path(folder: Path) -> None:
 def _import_from(folder: Path) -> None:
     """Let a file import what lies beside it, also if the file of another run has imported that name from its folder."""
     place = str(folder.absolute())
-    for name in [name for name in sys.modules if "." not in name and _place_of(name) in _FOLDERS - {place}]:
+    known = [name for name in list(sys.modules) if "." not in name and name != "__main__"]
+    for name in [name for name in known if _place_of(name) in _FOLDERS - {place}]:
         if (folder / f"{name}.py").is_file() or (folder / name).is_dir():
-            for inside in [other for other in sys.modules if f"{other}.".startswith(f"{name}.")]:
+            for inside in [other for other in list(sys.modules) if f"{other}.".startswith(f"{name}.")]:
                 del sys.modules[inside]
     sys.path[:] = [place, *(other for other in sys.path if other != place)]
     _FOLDERS.add(place)

@@ -18,6 +18,7 @@ from flatmin_lab.runs.events import Event, Note, RunError, Saved
 from flatmin_lab.runs.folder import RunFolder
 from flatmin_lab.system.cpu_clock import CpuClock
 from flatmin_lab.system.machine import facts
+from flatmin_lab.system.user_code import DEVICE_ERRORS
 from flatmin_lab.training.epoch_metrics import EpochMetrics
 from flatmin_lab.training.learner import Learner
 from flatmin_lab.training.ranks import RankGroup
@@ -117,7 +118,7 @@ def _loading(saved: Checkpoint) -> Iterator[None]:
     """Turn what is missing in an intact checkpoint, or does not fit, into an error that says which version wrote it."""
     try:
         yield
-    except (RunError, torch.OutOfMemoryError):
+    except (RunError, *DEVICE_ERRORS):
         raise
     except (KeyError, TypeError, RuntimeError) as error:
         version = saved.state.get("facts", {}).get("flatmin", "of another version")

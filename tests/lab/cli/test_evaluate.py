@@ -433,7 +433,10 @@ def test_images_may_still_be_called_pictures(own: Path) -> None:
         (["evaluate", "RUN", "--attack", "--norm", "l3"], "unknown norm 'l3'; choose from l2, linf"),
         (["evaluate", "RUN", "--attack", "--steps", 0], "steps must be at least 1, got 0"),
         (["evaluate", "RUN", "--flatness", "--epsilon", -1], "epsilon must be at least 0"),
-        (["evaluate", "RUN", "--outside", "digits"], "must differ from the model's own, got digits for both"),
+        (
+            ["evaluate", "RUN", "--outside", "digits"],
+            "must differ from the model's own, whose test images are among those of digits",
+        ),
         (["evaluate", "RUN", "--outside", "spiral"], "takes images of 1 × 8 × 8, got points of 2 in spiral"),
         (["evaluate", "RUN", "--outside", "own.npz", "--outside", "own.npz"], "got own twice; rename one of them"),
         (["evaluate", "RUN", "--outside", "nowhere"], "unknown data set 'nowhere'"),

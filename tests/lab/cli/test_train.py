@@ -16,8 +16,9 @@ from PIL import Image
 from flatmin import __version__
 from flatmin_lab.cli.commands.train_seeds import SeedRuns
 from flatmin_lab.cli.process.signals import StopSignal
-from flatmin_lab.cli.request import Request
+from flatmin_lab.cli.request import Request, read_run_data
 from flatmin_lab.methods import METHODS
+from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.events import Event, Failed, Finished, Progress, RunError, Started, Stopped
 from tests.support.processes import flatmin, words
@@ -59,6 +60,20 @@ def test_a_run_on_synthetic_images_is_resumed_from_any_folder(tmp_path: Path, mo
     assert json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]["data"] == "cifar10-made"
     monkeypatch.chdir(tmp_path)
     result = flatmin("train", "--out", tmp_path / "run", "--resume")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_size_that_meant_nothing_when_a_run_was_begun_means_nothing_now(tmp_path: Path) -> None:
+    """Only the images of a folder are resized, and only a flag that names a size for others is refused."""
+    folder = tmp_path / "run"
+    refused = flatmin(*FAST, "--size", 16, 16, "--out", folder)
+    assert refused.exit_code == 2
+    assert "a size is what the images of a folder are resized to, got (16, 16) for digits" in words(refused.stderr)
+    earlier = Recipe(data="digits", model="convnet", method="erm", epochs=1, batch_size=300, lr=0.1, size=(16, 16))
+    assert read_run_data(earlier, None, tmp_path, download=False).train.shape == (1, 8, 8)
+    images = {"data": str(tmp_path), "size": [16, 16], "epochs": 1, "batch_size": 300}
+    (tmp_path / "images.json").write_text(json.dumps(images))
+    result = flatmin("train", "--config", tmp_path / "images.json", "--data", "digits", "--out", tmp_path / "other")
     assert result.exit_code == 0, result.output
 
 

@@ -86,6 +86,8 @@ def test_images_that_are_normalised_already_are_refused(loaded: TrainedModel) ->
     for normalised in (loaded.normalise(x), loaded.normalise(x).clamp(max=2), x / 255 * 9 - 0.4, x / 127.5 - 1):
         with pytest.raises(ValueError, match=r"from 0 to 1, got -\S+ to \S+; give them without normalisation"):
             loaded.predict(normalised)
+    with pytest.raises(ValueError, match=r"from 0 to 1, got -0\.5 to \d+\.5; divide them by 255"):
+        loaded.predict(x - 0.5)
     assert len(loaded.predict(x / 255 - 0.5)) == len(x)
 
 

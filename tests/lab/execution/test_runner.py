@@ -285,6 +285,25 @@ def test_what_is_planned_is_written_once_and_in_order(store: ResultStore) -> Non
     assert store.planned()[0]["parts"] == ["attack"]
 
 
+def test_what_several_processes_measure_of_one_run_is_all_kept(
+    store: ResultStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, real = Job(QUICK, 0), ResultStore.result
+    here([job], store)
+    known = json.loads(store.file(job).read_text())
+
+    def slow(self: ResultStore, job: Job) -> dict[str, Any] | None:
+        found = real(self, job)
+        time.sleep(0.02)  # the others read meanwhile
+        return found
+
+    monkeypatch.setattr(ResultStore, "result", slow)
+    with ThreadPoolExecutor(4) as processes:
+        list(processes.map(lambda part: store.extend(job, known, {f"part {part}": part}), range(8)))
+    stored = json.loads(store.file(job).read_text())
+    assert stored == {**known, **{f"part {part}": part for part in range(8)}}
+
+
 def test_what_several_processes_plan_at_once_is_all_planned(
     store: ResultStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ import textwrap
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,6 +223,22 @@ def test_a_file_finds_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.Mo
     assert model.in_features == 3
 
 
+def test_the_running_program_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the folder of the first file has the program in it, and that of the second a __main__.py."""
+    monkeypatch.setattr("sys.path", [*sys.path])
+    program = ModuleType("__main__")
+    program.__file__ = str(tmp_path / "first" / "program.py")
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__main__.py").write_text("")
+        (tmp_path / name / "net_of_it.py").write_text(
+            "from torch import nn\ndef make_model():\n    return nn.Linear(2, 1)\n"
+        )
+        make(f"{tmp_path}/{name}/net_of_it.py")
+    assert sys.modules["__main__"] is program
+
+
 @pytest.mark.parametrize("is_package", [True, False], ids=["package", "namespace"])
 def test_every_file_imports_from_its_own_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_package: bool
@@ -297,6 +313,14 @@ def test_weights_of_any_precision_are_read_and_whole_numbers_refused(tmp_path: P
     torch.save({key: (100 * value).to(torch.int8) for key, value in saved.state_dict().items()}, tmp_path / "w.pt")
     with pytest.raises(weights.WeightsError, match=r"weight is torch\.int8, not torch\.float32"):
         weights.load_weights(nn.Linear(3, 2), tmp_path / "w.pt")
+
+
+def test_a_mask_among_the_buffers_may_have_been_saved_as_bool(tmp_path: Path) -> None:
+    saved, fresh = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    saved.running_var = torch.tensor([True, False])
+    torch.save(saved.state_dict(), tmp_path / "w.pt")
+    weights.load_weights(fresh, tmp_path / "w.pt")
+    assert torch.equal(fresh.running_var, torch.tensor([1.0, 0.0]))  # type: ignore[arg-type]
 
 
 def test_named_modules_keep_their_own_weights(tmp_path: Path) -> None:

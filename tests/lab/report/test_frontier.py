@@ -89,13 +89,13 @@ def test_the_page_has_figure_and_table(tmp_path: Path) -> None:
 
 
 def test_the_cheapest_mode_that_keeps_nearly_all_is_told_first(tmp_path: Path) -> None:
-    """It needs three runs, and an error that is not told apart from AMP's."""
+    """It needs three runs, and an error that is not significantly higher than AMP's."""
     errors = {
         "erm": [0.0600, 0.0604, 0.0602],
-        "amp": [0.0500, 0.0504, 0.0502],
+        "amp": [0.05018, 0.05022, 0.0502],
         "amp-drop-0.9-start-0.75": [0.0503, 0.0505, 0.0501],
         "amp-drop-0.97-start-0.9": [0.0498],  # better and cheaper, but a single run
-        "amp-start-0.5": [0.0490, 0.0491, 0.0492],  # differs significantly
+        "amp-start-0.9": [0.0505, 0.0506, 0.0507],  # keeps enough, but its error is significantly higher
     }
     for name, values in errors.items():
         for seed, error in enumerate(values):
@@ -104,9 +104,8 @@ def test_the_cheapest_mode_that_keeps_nearly_all_is_told_first(tmp_path: Path) -
     assert found is not None
     told = {one.topic: one.sentence for one in key_results(found)}
     mode = "AMP (start 0.75, drops at 0.5 and 0.9) on CIFAR-10 (“short”)"
-    assert told["At lower cost"].startswith(
-        f"{mode} keeps 99 % of AMP's gain in NLL and 99 % in ECE at 1.25 times ERM's"
-    )
+    kept = "keeps 99 % of AMP's gain in NLL, 99 % in ECE and 99 % in error, at 1.25 times ERM's passes"
+    assert told["At lower cost"].startswith(f"{mode} {kept}")
     for file in tmp_path.rglob("*start-0.75*.json"):
         file.unlink()
     found = evidence(load_results([tmp_path]), [])

@@ -63,6 +63,18 @@ def test_without_a_clear_gain_there_is_nothing_to_lose(tmp_path: Path) -> None:
     assert "no fixed radius gains clearly" in text_of(report_page(load_results([tmp_path])))
 
 
+def test_a_lucky_single_run_is_no_best_radius(tmp_path: Path) -> None:
+    errors = {
+        "erm": [0.0600, 0.0610, 0.0590],
+        "amp-radius-0.06": [0.051],  # the lowest, but one run proves no gain
+        "amp-radius-0.12": [0.0520, 0.0530, 0.0525],
+        "amp-auto": [0.0530, 0.0535, 0.0530],
+    }
+    (only,) = regrets_of(tmp_path, errors)
+    assert only.lost[0] is not None
+    assert only.lost[0].best.name == "AMP (ε 0.12)"
+
+
 @pytest.mark.parametrize("missing", ["erm", "amp-radius-0.25", "amp-auto"])
 def test_it_needs_erm_two_fixed_radii_and_the_automatic_one(tmp_path: Path, missing: str) -> None:
     names = {"erm", "amp-radius-0.12", "amp-radius-0.25", "amp-auto"} - {missing}

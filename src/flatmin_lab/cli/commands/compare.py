@@ -206,7 +206,7 @@ def _comparison(
     download: bool,
 ) -> Comparison:
     start = ConfigValues({}) if flags["config"] is None else ConfigValues.of(flags["config"])
-    changes = start.changes(recipe_changes(flags))
+    changes = start.changes(recipe_changes(flags), data=flags["data"])
     settings = method_settings({**flags, "epsilon": None})
     data = flags["data"] or start.data
     if data is None:

@@ -106,7 +106,7 @@ def train(
                     raise ValueError("--config and --tuned both say what to start from; leave one of them out")
                 if config is not None:
                     start = ConfigValues.of(config)
-                    changes, given = start.changes(changes), start.settings(given, method)
+                    changes, given = start.changes(changes, data=data), start.settings(given, method)
                     data, method = data or start.data, start.method(method)
                 tuned_values = None if tuned is None else TunedValues.of(tuned, data=data, method=method)
                 if tuned_values is not None:

@@ -131,7 +131,7 @@ def tune(
             raise ValueError(f"--data must name a data set ({', '.join(DATA_SETS)}, or a path)")
         names = None if knobs is None else [name.strip().replace("-", "_") for name in knobs.split(",")]
         given = [*fixed, *asked]
-        asked = start.changes(asked)  # a file's values go to the first trial
+        asked = start.changes(asked, data=data)  # a file's values go to the first trial
         asked.pop("validation", None)
         optimizer = {key: asked[key] for key in ("optimizer", "optimizer_settings") if key in asked}
         tuned_for = hyper_parameters_of(method, names, fixed=given, **optimizer)

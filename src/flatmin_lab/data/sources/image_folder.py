@@ -89,7 +89,7 @@ def _check_classes(folder: Path, names: Sequence[str]) -> None:
         )
     trains, tests = ([name for name in names if like.search(name)] for like in (TRAIN_LIKE, TEST_LIKE))
     for train, test in product(trains, tests):
-        if set(_folders_in(folder / train)) & set(_folders_in(folder / test)):
+        if train != test and set(_folders_in(folder / train)) & set(_folders_in(folder / test)):
             raise ValueError(
                 f"{folder} holds {train}/ and {test}/, which look like a training and a test set, not like classes; "
                 "call them train/ and test/"

@@ -41,7 +41,7 @@ def from_torch(
     path = None if cache is None else Path(cache).expanduser()
     kept = None if path is None or not path.exists() else _cached(path, seen)
     splits = kept or (_read(train), _read(test))
-    found = names or getattr(train, "classes", None) or default_class_names(splits[0].y, splits[1].y, name)
+    found = names or _classes_of(train) or default_class_names(splits[0].y, splits[1].y, name)
     data = Dataset(name, splits[0], splits[1], [str(one) for one in found], str(path or type(train).__name__))
     if path is not None and kept is None:
         _write(path, seen, splits)
@@ -50,14 +50,20 @@ def from_torch(
 
 def _check_same_classes(train: Any, test: Any) -> None:
     """Raise where a label has two names: torchvision's ImageFolder numbers the folders that it finds in each split."""
-    ours, theirs = (getattr(split, "classes", None) for split in (train, test))
-    if ours and theirs and list(ours) != list(theirs):
+    ours, theirs = _classes_of(train), _classes_of(test)
+    if ours and theirs and ours != theirs:
         odd = [str(name) for name in (*ours, *theirs) if name not in ours or name not in theirs]
         problem = f"only one has {', '.join(odd[:4])}" if odd else "they have them in another order"
         raise ValueError(
             f"both splits must have the same `classes`, or a label means another class in each, but {problem}; "
             "number the classes of both alike, or give names= if they are"
         )
+
+
+def _classes_of(split: Any) -> list[Any]:
+    """A list or an array of names; empty if it has none."""
+    classes = getattr(split, "classes", None)
+    return [] if classes is None else list(classes)
 
 
 def _item(split: Any, index: int) -> tuple[Tensor, int]:

@@ -63,7 +63,7 @@ class Frontier:
     def cheapest(self) -> Mode | None:
         """The mode with the fewest passes that keeps nearly all of the gain in NLL and ECE; None if there is none.
 
-        Its error must not be significantly different from AMP's, by an uncorrected test.
+        Its error must not be significantly higher than AMP's, by an uncorrected test.
         """
         is_amp = [mode.row.recipe.method == "amp" and not mode.row.recipe.protocol.exceptions for mode in self.modes]
         (amp,) = compress(self.modes, is_amp)
@@ -71,7 +71,8 @@ class Frontier:
         for mode in (mode for mode in self.modes if mode.cost < amp.cost):
             own = mode.row.cells[0].compared
             test = welch(own, errors) if min(len(own), len(errors)) >= MIN_RUNS else None
-            if test and test.p >= LEVEL and all(kept and kept.share >= NEARLY_ALL for kept in mode.kept[1:]):
+            is_as_low = test is not None and (test.t <= 0 or test.p >= LEVEL)
+            if is_as_low and all(kept and kept.share >= NEARLY_ALL for kept in mode.kept[1:]):
                 return mode
         return None
 

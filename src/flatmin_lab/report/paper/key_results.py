@@ -129,10 +129,10 @@ def _cheaper(protocols: Sequence[ProtocolEvidence]) -> list[str]:
                 cost = f"{mode.cost:.2f} times ERM's passes"
                 if mode.measured[0] is not None:
                     cost = f"{mode.measured[0]:.2f} times ERM's time"
-                nll, ece = (f"{whole(100 * kept.share)} %" for kept in mode.kept[1:] if kept)
-                kept = f"keeps {nll} of AMP's gain in NLL and {ece} in ECE at {cost}"
-                found.append(f"{mode.row.name} on {TITLES[one.data]} (“{protocol.name}”) {kept}")
-    same = "in error there is no significant difference from AMP in all steps"
+                shares = [f"{whole(100 * kept.share)} %" if kept else "none" for kept in mode.kept]
+                kept = "keeps {1} of AMP's gain in NLL, {2} in ECE and {0} in error".format(*shares)
+                found.append(f"{mode.row.name} on {TITLES[one.data]} (“{protocol.name}”) {kept}, at {cost}")
+    same = "no error is significantly higher than with AMP in all steps"
     return [f"{'; '.join(found)}; {same}."] if found else []
 
 

@@ -3,8 +3,8 @@
     regret = (auto − best) / (ERM − best)          of error, NLL or ECE, means over the seeds
 
 0 is as good as the best fixed radius, 1 no better than ERM; below 0 it is better than all of them. The best one is
-chosen for each column, among all with runs, by the very numbers that it is then compared with, so the regret is rather
-too high than too low. Where no fixed radius is clearly better than ERM, there is no gain to lose a share of.
+chosen for each column, among those clearly better than ERM, by the very numbers that it is then compared with, so the
+regret is rather too high than too low. Where no fixed radius is clearly better, there is no gain to lose a share of.
 """
 
 from collections.abc import Sequence
@@ -59,12 +59,11 @@ def regrets(table: FilledTable) -> list[Regret]:
 
 def _lost(erm: Row, fixed: Sequence[Row], auto: Row, number: int) -> Lost | None:
     base, own = erm.cells[number].compared, auto.cells[number].compared
-    there = [row for row in fixed if row.cells[number].compared]
-    if not (base and own and there):
+    better = [row for row in fixed if is_clear(base, row.cells[number].compared)]
+    if not better:
         return None
-    best = min(there, key=lambda row: mean(row.cells[number].compared))
-    least = best.cells[number].compared
-    kept = kept_share(base, least, own) if is_clear(base, least) else None
+    best = min(better, key=lambda row: mean(row.cells[number].compared))
+    kept = kept_share(base, best.cells[number].compared, own)
     if kept is None:
         return None
     low, high = (None if end is None else 1 - end for end in (kept.high, kept.low))

@@ -242,7 +242,10 @@ class TestFolder:
         root = self.write(tmp_path / "places", count=3)
         (root / "cat").rename(root / "train_station")
         (root / "dog").rename(root / "test tube")
-        assert load(root).names == ["test tube", "train_station"]
+        (root / "train_val" / "inside").mkdir(parents=True)
+        for number in range(3):
+            Image.new("RGB", (9, 7)).save(root / "train_val" / "inside" / f"{number}.png")
+        assert load(root).names == ["test tube", "train_station", "train_val"]
 
     def test_a_folder_above_that_of_the_classes_is_refused(self, tmp_path: Path) -> None:
         self.write(tmp_path / "all" / "pets", count=3)

@@ -64,8 +64,9 @@ def test_a_label_has_the_same_name_in_both_splits() -> None:
         with pytest.raises(ValueError, match=rf"both splits must have the same `classes`, .* {problem}"):
             from_torch(train, test, name="mine")
         assert from_torch(train, test, name="mine", names=["0", "1", "2", "3"]).names == ["0", "1", "2", "3"]
-    test.classes = ["a", "b", "c", "d"]  # type: ignore[attr-defined]
-    assert from_torch(train, test, name="mine").names == ["a", "b", "c", "d"]
+    for same in (["a", "b", "c", "d"], np.array(["a", "b", "c", "d"])):
+        train.classes = test.classes = same  # type: ignore[attr-defined]
+        assert from_torch(train, test, name="mine").names == ["a", "b", "c", "d"]
 
 
 def test_the_second_time_it_comes_from_the_cache_and_a_change_is_noticed(tmp_path: Path) -> None:
