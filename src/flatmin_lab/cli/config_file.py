@@ -58,8 +58,9 @@ class ConfigValues:
         return asked or self.values.get("method")
 
     def changes(self, asked: Mapping[str, Any], *, data: str | None) -> dict[str, Any]:
-        """The recipe's fields; flags take precedence. Other data keep their own size."""
-        left_out = ("data", "method", "settings", *(["size"] if data not in (None, self.data) else []))
+        """The recipe's fields; flags take precedence. A size is left out for other data than a folder of images."""
+        is_other = data not in (None, self.data) and not Path(str(data)).expanduser().is_dir()
+        left_out = ("data", "method", "settings", *(["size"] if is_other else []))
         there = {key: value for key, value in self.values.items() if key not in left_out}
         there |= {key: located_name(key, there[key]) for key in FIELDS if there.get(key) is not None}
         return overridden(there, asked)
