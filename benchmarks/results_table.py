@@ -12,6 +12,7 @@ markers in the page; with --check nothing is written, and the exit code is 1 if 
 import json
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 
@@ -143,10 +144,9 @@ def _radius_row(one: Regret, number: int, sizes: Sequence[float]) -> list[str]:
     least = min(fmean(values) for values in samples if values)
     cells = [_sample(values, column_named(COLUMNS[number]), least) for values in samples]
     lost = one.lost[number]
-    share, low, high = ("" if value is None else whole(100 * value) for value in (lost[:3] if lost else (None,) * 3))
     wrong = one.auto.place.label_noise
     place = f"{TITLES[one.auto.data]}{f', {whole(100 * wrong)} % wrong labels' if wrong else ''}"
-    return [f"{place}: {one.columns[number]}", *cells, f"{share} ({low} to {high})" if low else share]
+    return [f"{place}: {one.columns[number]}", *cells, _share(*lost[:3]) if lost else ""]
 
 
 def _sample(values: Sequence[float], column: Column, least: float) -> str:
@@ -155,6 +155,7 @@ def _sample(values: Sequence[float], column: Column, least: float) -> str:
     return f"**{shown}**" if values and fmean(values) == least else shown
 
 
+@cache
 def _protocols(results: Path) -> Sequence[ProtocolEvidence]:
     shown = evidence(load_results([results]), [])
     return shown.protocols if shown else ()
@@ -184,10 +185,13 @@ def _modes(found: Frontier) -> str:
 
 
 def _kept(kept: Kept | None) -> str:
-    if kept is None:
-        return ""
-    share, low, high = ("" if value is None else whole(100 * value) for value in kept)
-    return (f"{share} % ({low} to {high})" if low else f"{share} %").replace(" ", "\u00a0")
+    return "" if kept is None else _share(*kept, unit=" %").replace(" ", "\u00a0")
+
+
+def _share(share: float, low: float | None, high: float | None, *, unit: str = "") -> str:
+    """In per cent, with its interval if it has one."""
+    shown = f"{whole(100 * share)}{unit}"
+    return shown if low is None or high is None else f"{shown} ({whole(100 * low)} to {whole(100 * high)})"
 
 
 def _table(data: str, rows: Sequence[tuple[Recipe, Sequence[Run]]]) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from flatmin_lab.data.registry import is_folder
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.recipes.user_files import FIELDS, located_name
 from flatmin_lab.system.json_data import read_json
@@ -59,7 +60,7 @@ class ConfigValues:
 
     def changes(self, asked: Mapping[str, Any], *, data: str | None) -> dict[str, Any]:
         """The recipe's fields; flags take precedence. A size is left out for other data than a folder of images."""
-        is_other = data not in (None, self.data) and not Path(str(data)).expanduser().is_dir()
+        is_other = data is not None and data != self.data and not is_folder(data)
         left_out = ("data", "method", "settings", *(["size"] if is_other else []))
         there = {key: value for key, value in self.values.items() if key not in left_out}
         there |= {key: located_name(key, there[key]) for key in FIELDS if there.get(key) is not None}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from flatmin_lab.cli.config_file import overridden
 from flatmin_lab.data import DATA_SETS, Dataset, load
 from flatmin_lab.data.formats.download_progress import download_bar
-from flatmin_lab.data.registry import SYNTHETIC
+from flatmin_lab.data.registry import NAMED, is_folder
 from flatmin_lab.models.user_model import short_name
 from flatmin_lab.recipes.defaults import default_recipe
 from flatmin_lab.recipes.recipe import Recipe
@@ -135,7 +135,7 @@ def _default_folder(data: Dataset, recipe: Recipe, seed: int) -> Path:
 
 def data_location(data: str) -> str:
     """The name of a data set, or an absolute path."""
-    return data if data in (*DATA_SETS, *SYNTHETIC) else str(Path(data).expanduser().absolute())
+    return data if data in NAMED else str(Path(data).expanduser().absolute())
 
 
 def read_data(name: str, root: Path, *, download: bool, size: tuple[int, int] | None) -> Dataset:
@@ -147,7 +147,7 @@ def read_data(name: str, root: Path, *, download: bool, size: tuple[int, int] | 
 def read_run_data(recipe: Recipe, data: str | None, root: Path, *, download: bool) -> Dataset:
     """A run's data, from where they were or, with --data, from where they are now."""
     place = data or recipe.data
-    size = recipe.size if Path(place).expanduser().is_dir() else None  # only a folder's images are resized
+    size = recipe.size if is_folder(place) else None
     try:
         return read_data(place, root, download=download, size=size)
     except FileNotFoundError as error:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.formats.download import Progress
-from flatmin_lab.data.registry import DATA_SETS, SYNTHETIC, load
+from flatmin_lab.data.registry import is_folder, load
 from flatmin_lab.data.sources import image_folder, npz
 
 PROBES = 16  # images that are compared
@@ -47,7 +47,7 @@ def load_outside(
 ) -> OutsideData:
     """The data on the device of `like`, which are the model's own; these may not be the same."""
     path = Path(name).expanduser()
-    if name not in (*DATA_SETS, *SYNTHETIC) and path.is_dir():
+    if is_folder(name):
         x, before = image_folder.read_unlabelled(path, _mode(name, like), (like.shape[1], like.shape[2]))
         found = OutsideData(path.resolve().name, _unlabelled(x), before)
     elif path.suffix == ".npz" and path.is_file():

@@ -38,6 +38,7 @@ OFFICIAL: dict[str, Callable[[str, Path], Dataset | None]] = {"cifar10": _cifar,
 EMBEDDED: dict[str, Callable[[], Dataset]] = {"digits": digits.load, "spiral": spiral.load}
 SYNTHETIC = tuple(f"{name}{synthetic.SUFFIX}" for name in OFFICIAL)
 DATA_SETS = (*OFFICIAL, *EMBEDDED)  # the real ones; the spiral is the paper's own
+NAMED = (*DATA_SETS, *SYNTHETIC)
 
 
 def load(
@@ -60,6 +61,11 @@ def load(
     return _load(str(name), Path(root).expanduser(), download=download, progress=progress, size=size).to(device)
 
 
+def is_folder(name: str) -> bool:
+    """Does this name a folder of images, the only data that can be resized? The name of a data set is that first."""
+    return bool(name) and name not in NAMED and Path(name).expanduser().is_dir()
+
+
 @lru_cache(maxsize=1)
 def load_once(name: str, root: str, size: tuple[int, int] | None = None) -> Dataset:
     """The data set, for a process that runs task after task: the last one stays in memory."""
@@ -69,7 +75,7 @@ def load_once(name: str, root: str, size: tuple[int, int] | None = None) -> Data
 def _load(name: str, root: Path, *, download: bool, progress: Progress | None, size: tuple[int, int] | None) -> Dataset:
     path = Path(name).expanduser()
     is_npz = path.suffix == ".npz" and path.is_file()
-    if size is not None and (is_npz or name in (*DATA_SETS, *SYNTHETIC)):
+    if size is not None and (is_npz or name in NAMED):
         raise ValueError(
             f"a size is what the images of a folder are resized to, got {size} for {name}; leave it out, or resize the "
             "images yourself"
@@ -88,7 +94,7 @@ def _load(name: str, root: Path, *, download: bool, progress: Progress | None, s
         if found is None:
             raise FileNotFoundError(_not_found(name, root))
         return found
-    if name and path.is_dir():
+    if is_folder(name):
         return image_folder.load(path, size=size)
     if is_npz:
         return npz.load(path)

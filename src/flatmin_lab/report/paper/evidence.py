@@ -104,7 +104,7 @@ def evidence(found: LoadedResults, unusable: list[UnusableFile]) -> Evidence | N
             decided = [claim for claim in said if claim.verdict != NO_DATA]
             waiting = [claim for claim in said if claim.verdict == NO_DATA]
             cheaper = frontiers(fill_table(EXPERIMENTS["frontier"](protocol), runs, families), found.step_times)
-            lost = regrets(fill_table(EXPERIMENTS["auto"](protocol), runs, families))
+            lost = [one for table in tables if table.experiment.name == "auto" for one in regrets(table)]
             drawn = figure_8(runs, protocol), figure_11(runs, protocol)
             named = named_families(families, trained)
             less = cheaper, lost

@@ -9,13 +9,13 @@ regret is rather too high than too low. Where no fixed radius is clearly better,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
-from statistics import mean, variance
+from statistics import mean
 from typing import NamedTuple
 
 from flatmin_lab.methods import AUTO
 from flatmin_lab.report.paper.frontier import kept_share
 from flatmin_lab.report.paper.tables import FilledTable, Row
+from flatmin_lab.report.stats import welch
 
 CLEARLY = 2  # standard errors that a gain must have
 
@@ -76,7 +76,5 @@ def is_clear(base: Sequence[float], lower: Sequence[float]) -> bool:
     >>> is_clear([6.0, 6.2], [5.0, 5.2]), is_clear([6.0, 6.2], [5.9, 6.1]), is_clear([6.0], [5.0])
     (True, False, False)
     """
-    if min(len(base), len(lower)) < 2:
-        return False
-    error = sqrt(variance(base) / len(base) + variance(lower) / len(lower))
-    return mean(base) - mean(lower) > CLEARLY * error
+    test = welch(base, lower)
+    return test is not None and test.t > CLEARLY
