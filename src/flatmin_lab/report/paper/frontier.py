@@ -7,7 +7,7 @@ is narrower than the truth. The cost is counted in passes over the training set,
 `flatmin bench` has timed these kinds of steps on the machine that trained (bench/mode_cost.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from flatmin_lab.methods import mean_passes
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.report.loader import Run
 from flatmin_lab.report.paper.tables import FilledTable, Row
-from flatmin_lab.report.stats import LEVEL, MIN_RUNS, welch
+from flatmin_lab.report.stats import LEVEL, MIN_RUNS, Welch, welch
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95  # of the intervals
@@ -65,16 +65,26 @@ class Frontier:
 
         Its error must not be significantly higher than AMP's, by an uncorrected test.
         """
-        is_amp = [mode.row.recipe.method == "amp" and not mode.row.recipe.protocol.exceptions for mode in self.modes]
-        (amp,) = compress(self.modes, is_amp)
-        errors = amp.row.cells[0].compared
-        for mode in (mode for mode in self.modes if mode.cost < amp.cost):
-            own = mode.row.cells[0].compared
-            test = welch(own, errors) if min(len(own), len(errors)) >= MIN_RUNS else None
-            is_as_low = test is not None and (test.t <= 0 or test.p >= LEVEL)
+        for mode, (error, *_) in self._tested:
+            is_as_low = error is not None and (error.t <= 0 or error.p >= LEVEL)
             if is_as_low and all(kept and kept.share >= NEARLY_ALL for kept in mode.kept[1:]):
                 return mode
         return None
+
+    @property
+    def better(self) -> Mode | None:
+        """The mode with the fewest passes that is significantly lower than AMP in every column, uncorrected."""
+        lower = (mode for mode, tests in self._tested if all(test and test.t < 0 and test.p < LEVEL for test in tests))
+        return next(lower, None)
+
+    @property
+    def _tested(self) -> Iterator[tuple[Mode, list[Welch | None]]]:
+        """The modes with fewer passes than AMP in all steps, each compared with it in every column."""
+        is_amp = [mode.row.recipe.method == "amp" and not mode.row.recipe.protocol.exceptions for mode in self.modes]
+        (amp,) = compress(self.modes, is_amp)
+        for mode in (mode for mode in self.modes if mode.cost < amp.cost):
+            pairs = [(own.compared, its.compared) for own, its in zip(mode.row.cells, amp.row.cells, strict=True)]
+            yield mode, [welch(*pair) if min(map(len, pair)) >= MIN_RUNS else None for pair in pairs]
 
     @property
     def is_measured(self) -> bool:
