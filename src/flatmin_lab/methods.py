@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 import flatmin
 from flatmin.ball import Ball, Norm
+from flatmin.optim.radius import matched
 from flatmin.optim.radius.schedule import GROWTHS, Growth, RadiusSchedule
 from flatmin.optim.rmp import Noise
 from flatmin.regularisers import REGULARISERS, Regulariser, erm
@@ -30,7 +31,7 @@ NOT_IN_PAPER = {**asdict(CONSTANT), "ascent_share": 1.0}  # of AMP's radius over
 # settings that are listed only if they are not the default: the paper has none of them, or only its published code
 UNLISTED = {**NOT_IN_PAPER, "regulariser": "erm", "noise": "ball", "units": "pixels", "random_start": False}
 BESIDE_AMP = ("erm", "label_smoothing", "flooding", "mixup")  # regularisers that AMP can be combined with
-AUTO, AUTO_FIRST_RADIUS = "auto", 0.1  # the word for a matched ε, and its initial value
+AUTO, AUTO_FIRST_RADIUS = matched.AUTO, matched.FIRST_RADIUS  # the word for a matched ε, and its initial value
 AUTO_RELEASE = 0.6  # the share of the perturbed part of a run in which ε is adjusted
 AUTO_RULE = 2  # version of how ε is matched, here and in flatmin.MatchedRadius: a run keeps the one it started with
 OF_AUTO = ("held_out", "release")  # settings of a matched ε only

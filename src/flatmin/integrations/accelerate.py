@@ -17,14 +17,14 @@ from weakref import WeakKeyDictionary
 
 from accelerate import Accelerator, DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from flatmin.core.messages import describe
-from flatmin.integrations.replay import RandomState, Replay, as_it_is
+from flatmin.integrations.replay import RandomState, Replay, as_it_is, note_losses
 from flatmin.optim.perturbed import PerturbedOptimizer
-from flatmin.optim.telemetry.step_info import loss_in
+from flatmin.optim.telemetry.step_info import detached_loss, loss_in
 
 T = TypeVar("T")
 _SKIP_HOOKS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
@@ -92,10 +92,11 @@ class Window:
             lambda: run(*inputs, **named_inputs), again=lambda: run(*as_it_is(kept), **as_it_is(named_kept))
         )
 
-    def run(self, run: Callable[[], T], *, again: Callable[[], object] | None = None) -> T:
+    def run(self, run: Callable[[], T], *, again: Callable[[], object] | None = None, shares: bool = False) -> T:
         """Run a micro-batch, forward and backward: now at θ, and with the others at θ + Δ once the window is complete.
 
-        `again` replaces `run` at θ + Δ, if `run` does more than a pass, such as making the inputs.
+        `again` replaces `run` at θ + Δ, if `run` does more than a pass, such as making the inputs. Both return the loss
+        if `optimizer.last` is to have it: that of the micro-batch, or with `shares` its share of the window's.
         """
         if self.optimizer.awaits_step:
             raise RuntimeError(
@@ -111,10 +112,11 @@ class Window:
         )  # else each process ascends its own gradient
         with nullcontext() if together else self._no_sync():
             result = run()
+        replay.clean_loss = detached_loss(result)
         self._passes.append(replay)
         if self.accelerator.sync_gradients:
             passes, self._passes = self._passes, []
-            self._run_perturbed(passes)
+            note_losses(self.optimizer, passes, self._run_perturbed(passes), shares=shares)
         return result
 
     def record_random_state(self) -> None:
@@ -122,15 +124,18 @@ class Window:
         assert self._current is not None
         self._current.record_random_state()
 
-    def _run_perturbed(self, passes: list[Replay]) -> None:
+    def _run_perturbed(self, passes: list[Replay]) -> list[Tensor | None]:
+        """The losses of the last perturbed passes; if there are none, those at θ."""
+        losses = [replay.clean_loss for replay in passes]
         if not self.optimizer.perturbs:  # the base's own step follows
-            return
+            return losses
         for _ in range(self.optimizer.inner_iter):
             drawn = RandomState(self.optimizer)
             with self.optimizer.perturbed(scaler=self.accelerator.scaler), drawn:
-                for replay in passes:
+                for place, replay in enumerate(passes):
                     with nullcontext() if replay is passes[-1] else self._no_sync():
-                        replay()
+                        losses[place] = detached_loss(replay())
+        return losses
 
     def _no_sync(self) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = self.accelerator.no_sync(self.model)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -52,15 +52,19 @@ except ModuleNotFoundError:  # the same package under its older name
 from flatmin.ball import Ball, Norm
 from flatmin.core.messages import describe
 from flatmin.core.model_state import Snapshot
-from flatmin.integrations.replay import RandomState, Replay, as_it_is
+from flatmin.integrations.automatic_radius import initial_radius, is_auto, validation_loss
+from flatmin.integrations.replay import RandomState, Replay, as_it_is, note_losses
 from flatmin.integrations.scheduled_radius import ScheduledRadius
 from flatmin.optim import AMP, RMP, perturbed
-from flatmin.optim.radius import Growth, RadiusSchedule, RadiusScheduler
+from flatmin.optim.radius import Growth, MatchedRadius, RadiusSchedule, RadiusScheduler
 from flatmin.optim.rmp import Noise
+from flatmin.optim.telemetry.step_info import detached_loss
 from flatmin.optim.telemetry.step_log import StepLog
 from flatmin.optim.wrapper import evaluates_closure, whole_number
 
 __all__ = ["FlatMinima", "PerturbedOptimizer"]
+
+MATCHED = "flatmin_matched_radius"  # in a checkpoint: what an automatic ε has seen since the last validation
 
 
 class FlatMinima(pl.Callback):
@@ -68,21 +72,24 @@ class FlatMinima(pl.Callback):
 
         Trainer(callbacks=[FlatMinima(epsilon=0.1)])
 
-    epsilon     the radius ε; None if `configure_optimizers` returns a flatmin optimizer itself
+    epsilon     the radius ε; "auto" to adjust it after every validation, as a `flatmin.MatchedRadius` does; None if
+                `configure_optimizers` returns a flatmin optimizer itself
+    monitor     for "auto": the name under which `validation_step` logs the mean loss
     method      flatmin.AMP or flatmin.RMP
     inner_lr …  the method's other settings; None means its default; `model` is the trainer's
     start, growth, every    ε during training, as in `flatmin.RadiusScheduler`; start=0.5 starts halfway
     log_every   if given, what steps measure goes to the trainer's loggers, as means over this many steps: the numbers
-                of `flatmin.StepLog` except the losses
+                of `flatmin.StepLog`
 
     With several optimizers (in manual optimisation) all are wrapped; without epsilon, only those that are flatmin's.
     """
 
     def __init__(
         self,
-        epsilon: float | None = None,
+        epsilon: float | Literal["auto"] | None = None,
         *,
         method: type[AMP] | type[RMP] = AMP,
+        monitor: str = "val_loss",
         inner_lr: float | None = None,
         inner_iter: int | None = None,
         ball: Ball | None = None,
@@ -99,6 +106,9 @@ class FlatMinima(pl.Callback):
         self.log_every = None if log_every is None else whole_number("log_every", log_every, least=1)
         self._logs: list[StepLog] = []
         self._radii: list[ScheduledRadius] = []  # one per optimizer, if there is a schedule
+        self._matched: list[MatchedRadius] = []  # one per optimizer, if ε is automatic
+        self._matched_states: list[dict[str, Any]] = []  # of a checkpoint, until there are optimizers
+        self.monitor = monitor
         self.schedule = RadiusSchedule(start=start, growth=growth, every=every)
         named: dict[str, Any] = {"inner_lr": inner_lr, "inner_iter": inner_iter, "ball": ball, "norm": norm}
         named |= {
@@ -123,7 +133,8 @@ class FlatMinima(pl.Callback):
                 "or return a flatmin.RadiusScheduler from configure_optimizers"
             )
         if epsilon is not None:  # wrong values raise now, not when training begins
-            method(SGD([nn.Parameter(torch.zeros(1))], lr=0.0), epsilon=epsilon, **{**settings, "model": None})
+            radius = initial_radius(epsilon, method, self.schedule)
+            method(SGD([nn.Parameter(torch.zeros(1))], lr=0.0), epsilon=radius, **{**settings, "model": None})
         self.epsilon, self.method, self.settings = epsilon, method, settings
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -145,9 +156,41 @@ class FlatMinima(pl.Callback):
             )
         if self.schedule.moves:  # then all of them are wrapped here
             self._radii = [ScheduledRadius(optimizer, self.schedule) for optimizer in optimizers]
+        if is_auto(self.epsilon):
+            self._match(optimizers, pl_module)
         trainer.optimizers = optimizers  # type: ignore[assignment]  # Lightning keeps a LightningOptimizer as it is
         if _has_tuner(trainer):
             trainer.fit_loop.run = partial(self._run_with_callback, trainer, trainer.fit_loop.run)  # type: ignore[method-assign]
+
+    def _match(self, optimizers: list[Any], module: pl.LightningModule) -> None:
+        if not module.automatic_optimization:
+            raise ValueError(
+                'epsilon="auto" takes the losses of the passes that the trainer runs, but this module optimises '
+                "manually; give epsilon a number, and adjust it with a flatmin.MatchedRadius in the module"
+            )
+        self._matched = [MatchedRadius(optimizer._optimizer) for optimizer in optimizers]
+        for matched, state in zip(self._matched, self._matched_states, strict=False):
+            matched.load_state_dict(state)
+        self._matched_states = []
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._matched and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            loss = validation_loss(trainer.callback_metrics, self.monitor)
+            for matched in self._matched:
+                matched.step(loss)
+
+    # not a state_dict(): with one, Lightning refuses a second callback in its own words
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._matched:
+            checkpoint[MATCHED] = [matched.state_dict() for matched in self._matched]
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._matched_states = checkpoint.get(MATCHED, [])
 
     def _open_logs(self, trainer: pl.Trainer) -> None:
         self._close_logs()  # of a tuner's trial that was aborted
@@ -198,7 +241,8 @@ class FlatMinima(pl.Callback):
             if self.epsilon is None:
                 return optimizer
             settings = {"model": trainer.strategy.model, **self.settings}
-            return PerturbedOptimizer(self.method(optimizer, epsilon=self.epsilon, **settings), configured=optimizer)
+            radius = initial_radius(self.epsilon, self.method, self.schedule)
+            return PerturbedOptimizer(self.method(optimizer, epsilon=radius, **settings), configured=optimizer)
         if self.epsilon is not None:
             raise ValueError(
                 f"FlatMinima(epsilon={self.epsilon}) wraps the optimizers of configure_optimizers, but it already "
@@ -210,6 +254,11 @@ class FlatMinima(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._open_logs(trainer)
+        if self._matched and not trainer.enable_validation:
+            raise ValueError(
+                'epsilon="auto" is matched with the loss on validation data, but this training has none; give the '
+                "Trainer a validation loader and the module a validation_step, or give epsilon a number"
+            )
         if not self.schedule.moves:
             return
         total = trainer.estimated_stepping_batches
@@ -295,21 +344,31 @@ class PerturbedOptimizer(LightningOptimizer):
         takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
         index = (batch_idx,) if takes_index else ()
 
-        def begin() -> None:  # hooks may have changed the batch, or drawn random numbers, since it arrived
+        def begin() -> Replay:  # hooks may have changed the batch, or drawn random numbers, since it arrived
             kept = as_it_is(batch)
             self._window.append(Replay(lambda: self._train_on(as_it_is(kept), *index), self._optimizer))
+            return self._window[-1]
 
-        _before_next_training_step(self._strategy, begin)
+        _record_next_training_step(self._strategy, begin)
 
     def forget(self) -> None:
         """The batch is finished: one or more steps have been taken, or the window continues."""
         if self._stepped:
             self._window, self._stepped = [], False
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Run all passes and the step; in manual optimisation without a closure, the step after blocks."""
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        losses: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run all passes and the step; in manual optimisation without a closure, the step after blocks.
+
+        `losses` as in `flatmin.AMP.step`: those at θ and in the last block.
+        """
         if kwargs:
-            raise TypeError(f"step() under FlatMinima takes only a closure, got {', '.join(kwargs)}")
+            raise TypeError(f"step() under FlatMinima takes a closure, or losses=, got {', '.join(kwargs)}")
         if closure is None and self._optimizer.only_makes_state():  # a sharded checkpoint is being loaded
             return self._optimizer.step()
         self._on_before_step()
@@ -323,8 +382,10 @@ class PerturbedOptimizer(LightningOptimizer):
             result = self._optimizer.step(partial(plugin._wrap_closure, self._module, self, closure))
         else:
             result = None if closure is None else self._run_clean(closure)
+            if self._window and not self._module.automatic_optimization:
+                self._window[0].clean_loss = detached_loss(result)
             if self._run_perturbed(self._window):
-                self._finish()
+                self._finish(losses)
         if not self._module.automatic_optimization:
             self._window = []
         self._on_after_step()
@@ -340,7 +401,9 @@ class PerturbedOptimizer(LightningOptimizer):
         optimizer = self._optimizer
         if not window and not self._module.automatic_optimization:  # it ran its own blocks
             return True
+        losses = [replay.clean_loss for replay in window]
         if not optimizer.perturbs:
+            note_losses(optimizer, window, losses)
             return optimizer.has_gradients()
         if not window or not optimizer.has_gradients():  # without backward passes, gradients are those of another step
             return False
@@ -348,39 +411,41 @@ class PerturbedOptimizer(LightningOptimizer):
             for _ in range(optimizer.inner_iter):
                 drawn = RandomState(optimizer)
                 with optimizer.perturbed(scaler=self._scaler), drawn, self._without_side_effects():
-                    for replay in window:
+                    for place, replay in enumerate(window):
                         with self._in_sync(replay is window[-1]):
-                            replay()
+                            losses[place] = detached_loss(replay())
                     if not optimizer.has_gradients():
                         raise _NoLossError
         except _NoLossError:  # training_step returned None: then there is no step, as in plain training
             return False
+        note_losses(optimizer, window, losses)
         return True
 
-    def _finish(self) -> None:
+    def _finish(self, losses: tuple[Tensor, Tensor] | None) -> None:
         """The rest of the step: what Lightning's MixedPrecision does, or Precision without a scaler."""
         scaler = self._scaler
         if scaler is not None and not self._step_supports_amp_scaling:
             scaler.unscale_(self._optimizer)
         self._strategy.precision_plugin._after_closure(self._module, self)  # on_before_optimizer_step, clipping
-        self._optimizer.step(scaler=scaler)
+        self._optimizer.step(scaler=scaler, losses=losses)
         if scaler is not None:
             scaler.update()
 
-    def _train_on(self, *arguments: Any) -> None:
-        """`training_step` and backward of one micro-batch, as in Lightning's closure, without the hooks."""
+    def _train_on(self, *arguments: Any) -> Tensor | None:
+        """`training_step` and backward of one micro-batch, as in Lightning's closure, without the hooks; its loss."""
         trainer = self._module.trainer
         output = self._strategy.training_step(*arguments)
         loss = output["loss"] if isinstance(output, Mapping) else output  # anything else raised in the clean pass
         if loss is not None:
-            loss = loss / trainer.accumulate_grad_batches
-            scaled = loss if self._scaler is None else self._scaler.scale(loss)
+            share = loss / trainer.accumulate_grad_batches
+            scaled = share if self._scaler is None else self._scaler.scale(share)
             self._strategy.precision_plugin.backward(scaled, self._module, self)
         elif trainer.world_size > 1:
             raise RuntimeError(
                 "training_step returned None in a perturbed pass, but the other ranks wait for its gradient; return "
                 "the loss: a step whose gradient is not finite is skipped automatically"
             )
+        return None if loss is None else loss.detach()
 
     @contextmanager
     def _without_side_effects(self) -> Iterator[None]:
@@ -428,15 +493,17 @@ class _NoLossError(Exception):
     """No micro-batch of a perturbed pass had a loss."""
 
 
-def _before_next_training_step(strategy: Any, do: Callable[[], object]) -> None:
+def _record_next_training_step(strategy: Any, begin: Callable[[], Replay]) -> None:
     """Replaces the strategy's `training_step` for one call: Lightning has no hook that is called right before it."""
     vars(strategy).pop("training_step", None)  # of a batch whose epoch ended before it ran
     training_step = strategy.training_step
 
     def first(*args: Any, **kwargs: Any) -> Any:
         vars(strategy).pop("training_step")
-        do()
-        return training_step(*args, **kwargs)
+        replay = begin()
+        output = training_step(*args, **kwargs)
+        replay.clean_loss = detached_loss(output)
+        return output
 
     strategy.training_step = first
 

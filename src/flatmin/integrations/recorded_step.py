@@ -56,7 +56,7 @@ class RecordedStep:
         ):
             return self._training_step(*arguments)
 
-    def replay(self) -> None:
+    def replay(self) -> Tensor:
         self._check()
         trainer = self._trainer
         ((model, inputs, num_items_in_batch),) = self._losses
@@ -69,7 +69,8 @@ class RecordedStep:
             trainer.log = _log_nothing
             trainer._prepare_inputs = _as_they_are
             with getattr(trainer, "maybe_activation_offload_context", nullcontext()):  # TRL's, around training_step
-                Trainer.training_step(trainer, model, copy(inputs), num_items_in_batch)
+                loss: Tensor = Trainer.training_step(trainer, model, copy(inputs), num_items_in_batch)
+                return loss
         finally:
             for bookkeeping in before:  # including the three attributes above
                 bookkeeping.put_back()

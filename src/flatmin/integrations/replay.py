@@ -6,13 +6,16 @@ where its pass began; after the last replay of a block they are where they were 
 drawn twice. For RMP nothing is restored: its Δ is drawn from the same generator, and would be the same in every step.
 """
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from typing import Any
 
+from torch import Tensor
+
 from flatmin.core.random_state import RandomStates
 from flatmin.optim.perturbed import PerturbedOptimizer
+from flatmin.optim.telemetry.step_info import mean_loss
 
 
 class RandomState(AbstractContextManager["RandomState"]):
@@ -53,10 +56,24 @@ class Replay:
     def __init__(self, run: Callable[[], Any], optimizer: PerturbedOptimizer) -> None:
         self._run = run
         self._random = RandomState(optimizer)
+        self.clean_loss: Tensor | None = None  # at θ
 
     def record_random_state(self) -> None:
         self._random.take()
 
-    def __call__(self) -> None:
+    def __call__(self) -> Any:
         self._random.put_back()
-        self._run()
+        return self._run()
+
+
+def note_losses(
+    optimizer: PerturbedOptimizer, passes: Sequence[Replay], perturbed: Sequence[Tensor | None], *, shares: bool = False
+) -> None:
+    """Tell the optimizer the losses of a step, from those of its micro-batches at θ and in the last block.
+
+    With `shares`, each micro-batch's loss is its share of the step's.
+    """
+    found = [mean_loss(losses, optimizer.devices()[0]) for losses in ([one.clean_loss for one in passes], perturbed)]
+    if passes and found[0] is not None and found[1] is not None:
+        count = len(passes) if shares else 1
+        optimizer.note_losses(count * found[0], count * found[1])

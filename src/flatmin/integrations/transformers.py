@@ -5,9 +5,12 @@ The Trainer runs `training_step` for each micro-batch of an accumulation window,
 to the Trainer. The loss it reports is that of the clean passes, the gradient norm that of the step, at θ + Δ.
 """
 
+import json
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +19,17 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import HPSearchBackend
 
 from flatmin.integrations.accelerate import Window, check_strategy, unwrap_optimizer
+from flatmin.integrations.automatic_radius import initial_radius, is_auto, validation_loss
 from flatmin.integrations.recorded_step import RecordedStep
 from flatmin.integrations.scheduled_radius import ScheduledRadius
 from flatmin.optim import AMP, RMP
 from flatmin.optim.param_groups import groups
 from flatmin.optim.perturbed import PerturbedOptimizer
-from flatmin.optim.radius import Growth, RadiusSchedule
+from flatmin.optim.radius import Growth, MatchedRadius, RadiusSchedule
 from flatmin.optim.telemetry.step_log import StepLog
 
 MAX_LOGGED_STEPS = 10_000  # whose numbers are kept for the Trainer's next log, if it ever logs
+MATCHED = "matched_radius.json"  # in a checkpoint: what an automatic ε has seen since the last evaluation
 
 
 class AMPTrainer(Trainer):
@@ -32,7 +37,9 @@ class AMPTrainer(Trainer):
 
         trainer = AMPTrainer(model=model, args=args, train_dataset=data, epsilon=0.1)
 
-    epsilon     and the other settings of `method`: inner_lr, inner_iter, ball, norm …
+    epsilon     and the other settings of `method`: inner_lr, inner_iter, ball, norm …; "auto" adjusts ε after every
+                evaluation, as a `flatmin.MatchedRadius` does
+    monitor     for "auto": the metric of the evaluation that is the mean loss
     method      flatmin.AMP, or flatmin.RMP (where the clean passes run too, only for the loss)
     perturb     if given, perturb(name, parameter) selects the parameters to perturb; the others are trained as usual
     start, growth, every    ε during training, as in `flatmin.RadiusScheduler`; start=0.5 starts halfway
@@ -53,8 +60,9 @@ class AMPTrainer(Trainer):
     def __init__(
         self,
         *args: Any,
-        epsilon: float | None = None,
+        epsilon: float | Literal["auto"] | None = None,
         method: type[AMP] | type[RMP] = AMP,
+        monitor: str = "eval_loss",
         perturb: Callable[[str, nn.Parameter], bool] | None = None,
         start: float = 0.0,
         growth: Growth = "constant",
@@ -65,8 +73,9 @@ class AMPTrainer(Trainer):
         self._log_perturbation, self._step_log = log_perturbation, None
         self._schedule = RadiusSchedule(start=start, growth=growth, every=every)
         settings = {name: kwargs.pop(name) for name in _settings_of(method) & kwargs.keys()}
+        self._is_auto, self._monitor = is_auto(epsilon), monitor
         if epsilon is not None:
-            settings["epsilon"] = epsilon
+            settings["epsilon"] = initial_radius(epsilon, method, self._schedule)
         named = signature(super().__init__).bind_partial(*args, **kwargs).arguments
         given = (named.get("optimizers") or (None, None))[0]
         self._check_settings(given, settings, perturb)
@@ -74,12 +83,15 @@ class AMPTrainer(Trainer):
             method(SGD([nn.Parameter(torch.zeros(1))], lr=0.0), **settings)
         self._method, self._settings, self._perturb = method, settings, perturb
         self._radius: ScheduledRadius | None = None  # if there is a schedule
+        self._matched: MatchedRadius | None = None  # if ε is automatic
         self._window: Window | None = None
         self.replaying = False
         super().__init__(*args, **kwargs)
         check_strategy(self.accelerator)
         if self._schedule.moves:
             self.add_callback(_AfterStep(self._end_step))
+        if self._is_auto:
+            self.add_callback(_AfterEvaluation(self._match))
 
     @staticmethod
     def _check_settings(given: Optimizer | None, settings: dict[str, Any], perturb: object) -> None:
@@ -110,6 +122,7 @@ class AMPTrainer(Trainer):
             optimizer.param_groups = groups(self.model, perturb=self._perturb, among=optimizer.param_groups)
         self.optimizer = wrapped = self._method(optimizer, model=self.model, **self._settings)
         self._radius = self._scheduled(wrapped)
+        self._matched = MatchedRadius(wrapped) if self._is_auto and isinstance(wrapped, AMP) else None
         return wrapped
 
     def _scheduled(self, optimizer: Optimizer) -> ScheduledRadius | None:
@@ -132,6 +145,8 @@ class AMPTrainer(Trainer):
         space = self.hp_space
         drawn = dict(space(trial) if self.hp_search_backend == HPSearchBackend.OPTUNA else trial)
         ours = {name: drawn.pop(name) for name in _settings_of(self._method) & drawn.keys()}
+        if self._is_auto and "epsilon" in ours:
+            raise ValueError('epsilon="auto" is not searched for; leave epsilon out of hp_space, or give it a number')
         self._settings = {**self._settings, **ours}
         try:
             self.hp_space = lambda _: drawn
@@ -147,6 +162,11 @@ class AMPTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's own; afterwards the optimizer has its radius again."""
+        if self._is_auto and self.args.eval_strategy == "no":
+            raise ValueError(
+                'epsilon="auto" is matched with the loss of evaluations during the training, but there are none; '
+                'write TrainingArguments(eval_strategy="epoch") and an eval_dataset, or give epsilon a number'
+            )
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -155,6 +175,23 @@ class AMPTrainer(Trainer):
             if self._step_log is not None:
                 self._step_log.close()
                 self._step_log = None
+
+    def _match(self, metrics: dict[str, float]) -> None:
+        """After an evaluation within the training; one of several data sets may be another's than `monitor` names."""
+        if self._matched is None or not self.is_in_train:
+            return
+        if self._monitor in metrics or not isinstance(self.eval_dataset, dict):
+            self._matched.step(validation_loss(metrics, self._monitor))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self._matched is not None and self.args.should_save:
+            Path(output_dir, MATCHED).write_text(json.dumps(self._matched.state_dict()))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self._matched is not None and checkpoint is not None and (file := Path(checkpoint, MATCHED)).is_file():
+            self._matched.load_state_dict(json.loads(file.read_text()))
 
     def _end_step(self) -> None:
         if self._radius is not None:
@@ -172,7 +209,9 @@ class AMPTrainer(Trainer):
         if self._radius is not None:
             self._radius.begin_step(self.state.global_step, self.state.max_steps)
         recorded = RecordedStep(self, super().training_step, before_loss=self._window.record_random_state)
-        return self._window.run(lambda: recorded.run(model, inputs, num_items_in_batch), again=recorded.replay)
+        # each loss is divided by the number of micro-batches, or by that of all tokens of the window
+        clean = partial(recorded.run, model, inputs, num_items_in_batch)
+        return self._window.run(clean, again=recorded.replay, shares=True)
 
 
 class _AfterStep(TrainerCallback):  # type: ignore[misc]
@@ -183,6 +222,16 @@ class _AfterStep(TrainerCallback):  # type: ignore[misc]
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._call()
+
+
+class _AfterEvaluation(TrainerCallback):  # type: ignore[misc]
+    """Calls a function with the metrics of each evaluation."""
+
+    def __init__(self, call: Callable[[dict[str, float]], None]) -> None:
+        self._call = call
+
+    def on_evaluate(self, *_: Any, metrics: dict[str, float], **__: Any) -> None:
+        self._call(metrics)
 
 
 def _settings_of(method: type[AMP] | type[RMP]) -> set[str]:

@@ -195,6 +195,10 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             return False
         return not any(plain(p.grad).any() for p in self._params() if p.grad is not None)
 
+    def note_losses(self, loss: Tensor, loss_perturbed: Tensor) -> None:
+        """The losses of the passes of this step, which blocks do not see: at θ, and in the last block."""
+        self._measured.numbers |= {"loss": loss.detach(), "loss_perturbed": loss_perturbed.detach()}
+
     @property
     def shares_clean_state(self) -> bool:
         """Do all passes of a step use the buffers and dropout masks of the clean pass?"""
@@ -295,6 +299,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         *misplaced: object,
         scaler: GradScaler | None = None,
         ascent: Closure | None = None,
+        losses: tuple[Tensor, Tensor] | None = None,
     ) -> Any:
         """Take one step, and return what the first call of the closure returned.
 
@@ -308,12 +313,18 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         With `ascent`, a closure on less data (part of the batch, smaller images), AMP takes Δ from its gradient and
         calls `closure` once, at θ + Δ. The passes then draw their own random numbers, BatchNorm's statistics are those
         of the first ascent pass, at θ, and `last.loss` is None, because no pass at θ had all the data.
+
+        After `perturbed()` blocks, `losses` are the losses at θ and in the last block: only then does `last` have them,
+        and only from there can a `MatchedRadius` and a `StepLog` take them.
         """
         from_scaler = "found_inf" in vars(self)  # scaler.step(optimizer), not optimizer.step(scaler=scaler)
         try:
             scaler = self._check_arguments(closure, misplaced, self._scaler_of_blocks if from_scaler else scaler)
             if ascent is not None:
                 self._check_ascent(closure, ascent)
+            if losses is not None:
+                self._check_losses(closure, losses)
+                self.note_losses(*losses)
             result = None
             if from_scaler and self._scaler_of_blocks is None:
                 self._step_from_scaler()
@@ -589,6 +600,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     def _step_plainly(self, closure: Closure | None, scaler: GradScaler | None, *, skip: Tensor | None = None) -> Any:
         """N = 0 or ε = 0: the base optimizer itself. `skip`: for a scaler that has not seen all gradients."""
+        noted = self._measured.numbers.get("loss")
         self.forget_step()
         skipped = None
         if scaler is None:
@@ -599,7 +611,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             check_scaler_used(scaler)
             skip = torch.zeros((), dtype=torch.bool, device=self._home) if skip is None else skip
             skipped = step_scaled(skip, self.owners, [], scaler)
-        self.last = Last(loss=detached_loss(result), skipped=skipped)
+        self.last = Last(loss=noted if closure is None else detached_loss(result), skipped=skipped)
         return result
 
     # ---- several ranks
@@ -635,9 +647,10 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 "scaler.step(optimizer) must follow perturbed() blocks that had the scaler, but there were none; write "
                 "`with optimizer.perturbed(scaler=scaler):`, or optimizer.step(closure, scaler=scaler)"
             )
+        noted = self._measured.numbers.get("loss")
         self.forget_step()
         step_with_grad_scale(self.base, self.grad_scale, self.found_inf)
-        self.last = Last(skipped=self.found_inf > 0)
+        self.last = Last(loss=noted, skipped=self.found_inf > 0)
 
     def _check_arguments(
         self, closure: object, misplaced: tuple[object, ...], scaler: GradScaler | None
@@ -662,6 +675,15 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             raise TypeError(
                 "ascent must be a closure on less data, beside the step's own: step(closure, ascent=closure_on_less), "
                 f"got {describe(ascent)} beside {describe(closure)}"
+            )
+
+    def _check_losses(self, closure: object, losses: object) -> None:
+        if closure is not None:
+            raise TypeError("losses= is for a step after perturbed() blocks; a closure returns its loss: leave it out")
+        if not (isinstance(losses, tuple | list) and len(losses) == 2 and all(isinstance(x, Tensor) for x in losses)):
+            raise TypeError(
+                "losses must be two tensors, the loss at θ and that in the last perturbed() block: "
+                f"step(losses=(loss, loss_perturbed)), got {describe(losses)}"
             )
 
     def _check_call(

@@ -208,3 +208,49 @@ def test_a_block_may_be_a_function() -> None:
         optimizer.step()
         other.step_in_blocks(plain)
     assert same(case.weights(), other.weights())
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.1])
+def test_the_losses_that_the_loop_tells_are_what_the_step_has_measured(epsilon: float) -> None:
+    """The same `last` as with a closure; without a perturbation there is one loss."""
+    case, other = setup(), setup()
+    optimizer, with_closure = (
+        flatmin.AMP(SGD(one.model.parameters(), lr=0.1), epsilon=epsilon) for one in (case, other)
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = case.loss()
+        loss.backward()
+        with optimizer.perturbed():
+            perturbed = case.loss()
+            perturbed.backward()
+        optimizer.step(losses=(loss, perturbed))
+        with_closure.step(other.closure(with_closure))
+    for name in ("loss", "loss_perturbed", "delta_norm"):
+        found, expected = (getattr(one.last, name) for one in (optimizer, with_closure))
+        assert (found is None) == (expected is None)
+        assert expected is None or same([found], [expected])
+    assert optimizer.last.loss is not None
+    assert not optimizer.last.loss.requires_grad
+    assert (optimizer.last.loss_perturbed is None) == (epsilon == 0)
+    optimizer.zero_grad()  # the losses were those of that step alone
+    case.loss().backward()
+    with optimizer.perturbed():
+        case.loss().backward()
+    optimizer.step()
+    assert optimizer.last.loss is None
+
+
+def test_losses_belong_to_blocks_and_are_two_tensors() -> None:
+    case = setup()
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1)
+    loss = case.loss()
+    theta = case.weights()
+    with pytest.raises(
+        TypeError, match=r"losses= is for a step after perturbed\(\) blocks; a closure returns its loss"
+    ):
+        optimizer.step(case.closure(optimizer), losses=(loss, loss))
+    for wrong in (loss, (loss,), (0.1, 0.2)):
+        with pytest.raises(TypeError, match=r"two tensors, .* step\(losses=\(loss, loss_perturbed\)\), got"):
+            optimizer.step(losses=wrong)  # type: ignore[arg-type]
+    assert same(case.weights(), theta)

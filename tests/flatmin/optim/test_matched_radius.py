@@ -127,6 +127,20 @@ def test_blocks_do_not_tell_their_losses_and_the_loop_does() -> None:
     assert 1 < factor < 3
 
 
+def test_losses_that_a_block_loop_gives_to_the_step_are_as_good_as_a_closure() -> None:
+    bowl, other = Bowl(0.1), Bowl(0.1)
+    for _ in range(4):
+        for _ in range(3):
+            loss = bowl.closure()
+            with bowl.optimizer.perturbed():
+                perturbed = bowl.loss()
+                perturbed.backward()
+            bowl.optimizer.step(losses=(loss, perturbed))
+        other.steps()
+        assert bowl.radius.step(0.95) == pytest.approx(other.radius.step(0.95), rel=1e-12)
+    assert bowl.epsilon != 0.1
+
+
 def test_groups_keep_their_proportions() -> None:
     weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     base = torch.optim.SGD(

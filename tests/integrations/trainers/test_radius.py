@@ -292,7 +292,189 @@ def test_a_radius_that_is_set_within_a_step_of_the_callbacks_schedule_is_refused
         on_lightning.fit(Sets(), FlatMinima(epsilon=0.1, every=3))
 
 
+class Validated(on_lightning.Module):
+    """With a validation loss."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+
+HELD_OUT = on_lightning.data(seed=9, size=6)
+
+
+def validated(module: Validated, callback: FlatMinima, *callbacks: Any, ckpt_path: Any = None, **settings: Any) -> Any:
+    torch.manual_seed(1)
+    fitted = on_lightning.trainer(callback, *callbacks, num_sanity_val_steps=1, **settings)
+    held_out = torch.utils.data.DataLoader(HELD_OUT, batch_size=6, generator=torch.Generator())
+    fitted.fit(module, on_lightning.loader(), held_out, ckpt_path=ckpt_path)
+    return fitted
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_lightnings_callback_matches_the_radius_as_a_loop_by_hand_does(window: int) -> None:
+    """The losses are means over the micro-batches of a step; up to rounding, because they are added up in float32."""
+    fitted, looped = Validated("dropout"), Validated("dropout")
+    trainer = validated(fitted, FlatMinima(epsilon="auto", start=0.25), max_epochs=4, accumulate_grad_batches=window)
+    optimizer = flatmin.AMP(looped.base(looped.parameters()), epsilon=0.1, model=looped)
+    steps = 4 // window
+    scheduler = flatmin.RadiusScheduler(optimizer, 4 * steps, start=0.25)
+    matched = flatmin.MatchedRadius(optimizer, scheduler=scheduler)
+    sums, count = torch.zeros(2, dtype=torch.float64), 0
+    torch.manual_seed(1)
+    for _ in range(4):
+        batches = list(on_lightning.loader())
+        for at in range(0, 4, window):
+            optimizer.zero_grad()
+            losses: list[float] = []
+
+            def run(micro_batches: list[Any] = batches[at : at + window], losses: list[float] = losses) -> None:
+                each = [looped.loss(batch) for batch in micro_batches]
+                for loss in each:
+                    (loss / window).backward()
+                losses.append(sum(float(loss.detach()) for loss in each) / window)
+
+            run()
+            if optimizer.perturbs:
+                with optimizer.perturbed():
+                    run()
+                sums, count = sums + torch.tensor(losses, dtype=torch.float64), count + 1
+            optimizer.step()
+            scheduler.step()
+        looped.eval()
+        with torch.no_grad():
+            held_out = torch.nn.functional.cross_entropy(looped.net(HELD_OUT.tensors[0]), HELD_OUT.tensors[1])
+        looped.train()
+        if count:
+            matched.step(held_out, losses=tuple((sums / count).tolist()))
+        sums, count = torch.zeros(2, dtype=torch.float64), 0
+    found = trainer.optimizers[0].param_groups[0]["epsilon"]
+    assert found == pytest.approx(matched.radii[0], rel=1e-6)
+    assert found != 0.1
+    assert all(
+        torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(fitted.weights(), looped.weights(), strict=True)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_resumed_training_matches_on(tmp_path: Path) -> None:
+    """A checkpoint has what was measured since the last validation, too."""
+    straight, resumed = Validated(), Validated()
+    whole = validated(straight, FlatMinima(epsilon="auto"), max_epochs=4)
+    keeping = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_last=True, save_top_k=-1, filename="{step}")
+    after = ModelCheckpoint(tmp_path, filename="{epoch}")
+    callbacks = FlatMinima(epsilon="auto"), keeping, after
+    validated(Validated(), *callbacks, enable_checkpointing=True, max_epochs=2)
+    within = torch.load(tmp_path / "step=6.ckpt", weights_only=True)["flatmin_matched_radius"][0]
+    assert within["sums"][3] == 2  # steps of the second epoch
+    again = validated(resumed, FlatMinima(epsilon="auto"), max_epochs=4, ckpt_path=str(tmp_path / "epoch=1.ckpt"))
+    assert again.optimizers[0].param_groups[0]["epsilon"] == whole.optimizers[0].param_groups[0]["epsilon"] != 0.1
+    assert same(resumed.weights(), straight.weights())
+
+
+def test_what_steps_measure_has_the_losses() -> None:
+    """Also of steps without a perturbation."""
+    module = on_lightning.Module("mlp")
+    fitted = on_lightning.fit(module, FlatMinima(epsilon=0.1, start=0.5), max_epochs=2, accumulate_grad_batches=2)
+    last = fitted.optimizers[0].last
+    assert last.loss is not None
+    assert last.loss_perturbed is not None
+    assert last.loss_perturbed > last.loss > 0
+    idle = on_lightning.fit(on_lightning.Module("mlp"), FlatMinima(epsilon=0.0))
+    assert idle.optimizers[0].last.loss > 0
+    assert idle.optimizers[0].last.loss_perturbed is None
+
+
+def test_what_an_automatic_radius_of_the_callback_needs() -> None:
+    with pytest.raises(ValueError, match=r'epsilon="auto" works only with flatmin.AMP, got RMP'):
+        FlatMinima(epsilon="auto", method=flatmin.RMP)
+    with pytest.raises(ValueError, match=r'grows by itself, got growth="linear"'):
+        FlatMinima(epsilon="auto", growth="linear")
+    with pytest.raises(ValueError, match=r"epsilon must be a number or \"auto\", got 'big'"):
+        FlatMinima(epsilon="big")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"matched with the loss on validation data, but this training has none"):
+        on_lightning.fit(on_lightning.Module(), FlatMinima(epsilon="auto"))
+    with pytest.raises(ValueError, match=r"the metric 'loss/val', but the evaluation reported .*val_loss"):
+        validated(Validated(), FlatMinima(epsilon="auto", monitor="loss/val"))
+    by_hand = Validated()
+    by_hand.automatic_optimization = False
+    with pytest.raises(ValueError, match=r"this module optimises manually; give epsilon a number"):
+        validated(by_hand, FlatMinima(epsilon="auto"))
+
+
 # ---- Hugging Face's Trainer
+
+
+def matching_trainer(folder: Path, *, epsilon: Any = "auto", **settings: Any) -> AMPTrainer:
+    evaluating = {"eval_strategy": "steps", "eval_steps": 2, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
+    own = {name: settings.pop(name) for name in ("monitor", "start", "method") if name in settings}
+    return AMPTrainer(
+        model=small_gpt(),
+        args=arguments(folder, **{**evaluating, **settings}),
+        train_dataset=sentences(on_transformers.ROWS),
+        eval_dataset=sentences(20)[on_transformers.ROWS :],
+        callbacks=[Seeds()],
+        epsilon=epsilon,
+        **own,
+    )
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_amptrainer_matches_the_radius_with_the_losses_that_it_reports(tmp_path: Path) -> None:
+    """The clean losses are those of the log, and both are the step's: shares of the window's tokens, added up."""
+    trainer = matching_trainer(tmp_path)
+    seen: list[tuple[float, float]] = []
+    radii: list[float] = []
+
+    def note(optimizer: Any, *_: Any) -> None:
+        seen.append((float(optimizer.last.loss), float(optimizer.last.loss_perturbed)))
+
+    class Watches(on_transformers.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            trainer._matched.optimizer.register_step_post_hook(note)  # type: ignore[union-attr]
+
+        def on_evaluate(self, *_: Any, metrics: dict[str, float], **__: Any) -> None:
+            radii.append(trainer.optimizer.param_groups[0]["epsilon"])
+
+    trainer.add_callback(Watches())
+    trainer.train()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    held_out = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert [clean for clean, _ in seen] == pytest.approx(logged, rel=1e-4)
+    assert all(perturbed > clean for clean, perturbed in seen)
+    epsilon = 0.1
+    for number, new in enumerate(held_out):
+        means = torch.tensor(seen[2 * number : 2 * number + 2]).mean(dim=0).tolist()
+        gap, rise = new - means[0], means[1] - means[0]
+        epsilon *= min(max((gap / rise) ** 0.5 if gap > 0 else 0, 2 / 3), 3)
+        assert radii[number] == pytest.approx(epsilon, rel=1e-3)
+    assert len(held_out) == 4
+    before = trainer.optimizer.param_groups[0]["epsilon"]
+    trainer.evaluate()  # after the training nothing is matched
+    assert trainer.optimizer.param_groups[0]["epsilon"] == before
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_resumed_amptrainer_matches_on(tmp_path: Path, at: int) -> None:
+    """From a checkpoint right after an evaluation, and from one between two."""
+    straight = matching_trainer(tmp_path / "straight", start=0.2)
+    straight.train()
+    matching_trainer(tmp_path / "kept", start=0.2, save_strategy="steps", save_steps=1).train()
+    resumed = matching_trainer(tmp_path / "kept", start=0.2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "kept" / f"checkpoint-{at}"))
+    assert same(weights(resumed.model), weights(straight.model))
+    found, expected = (one.optimizer.param_groups[0]["epsilon"] for one in (resumed, straight))
+    assert found == expected != 0.1
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_what_an_automatic_radius_of_amptrainer_needs(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"evaluations during the training, but there are none"):
+        matching_trainer(tmp_path, eval_strategy="no").train()
+    with pytest.raises(ValueError, match=r"the metric 'eval_nll', but the evaluation reported .*eval_loss"):
+        matching_trainer(tmp_path, monitor="eval_nll").train()
+    with pytest.raises(ValueError, match=r'epsilon="auto" works only with flatmin.AMP, got RMP'):
+        matching_trainer(tmp_path, method=flatmin.RMP)
 
 
 def late_trainer(folder: Path, **settings: Any) -> AMPTrainer:

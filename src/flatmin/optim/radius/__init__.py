@@ -4,7 +4,7 @@ schedule.py     when perturbing starts, how ε grows, and which steps are pertur
 matched.py      ε adjusted until the loss at θ + Δ matches the loss on held-out data
 """
 
-from flatmin.optim.radius.matched import MatchedRadius
+from flatmin.optim.radius.matched import AUTO, FIRST_RADIUS, MatchedRadius
 from flatmin.optim.radius.schedule import (
     Growth,
     RadiusSchedule,
@@ -13,4 +13,13 @@ from flatmin.optim.radius.schedule import (
     scale_radii,
 )
 
-__all__ = ["Growth", "MatchedRadius", "RadiusSchedule", "RadiusScheduler", "radii_of", "scale_radii"]
+__all__ = [
+    "AUTO",
+    "FIRST_RADIUS",
+    "Growth",
+    "MatchedRadius",
+    "RadiusSchedule",
+    "RadiusScheduler",
+    "radii_of",
+    "scale_radii",
+]

@@ -31,6 +31,7 @@ from flatmin.optim.amp import AMP
 from flatmin.optim.radius.schedule import RadiusScheduler, radii_of, radius_of_new, scale_radii, with_new_radii
 from flatmin.optim.wrapper import Group
 
+AUTO, FIRST_RADIUS = "auto", 0.1  # what trainers and the laboratory call it, and where it starts there
 MAX_FACTOR, MIN_FACTOR = 3.0, 2 / 3  # of one call
 MIN_SHARE = 0.01  # of the first radius: ε never falls below that, because it could not grow from 0
 MIN_AT_EDGE = 0.5  # share of steps at the edge of the ball below which a larger ε would change little
@@ -120,15 +121,16 @@ class MatchedRadius:
         """Adjust ε, and return the factor: 1 if nothing was perturbed since the last call, or if a loss is not finite.
 
         `losses` are the mean training losses at θ and at θ + Δ since the last call. A step with a closure that returns
-        its loss measures them; give them for `perturbed()` blocks and for steps with `ascent=`.
+        its loss measures them, and so does `optimizer.step(losses=(loss, loss_perturbed))` after `perturbed()` blocks;
+        else, and for steps with `ascent=`, give them here.
         """
         if self._sums is None:
             return 1.0
         if self._lacks_losses and losses is None:
             raise ValueError(
-                "the optimizer does not see all losses at θ and at θ + Δ with perturbed() blocks, with ascent=, or if "
-                "the closure returns no tensor; give their means since the last call: "
-                "step(held_out_loss, losses=(loss, loss_perturbed))"
+                "the optimizer has not seen all losses at θ and at θ + Δ: after perturbed() blocks, write "
+                "optimizer.step(losses=(loss, loss_perturbed)); with ascent=, or if the closure returns no tensor, "
+                "give their means since the last call: step(held_out_loss, losses=(loss, loss_perturbed))"
             )
         if losses is not None:
             self._sums[:2] = self._sums[3] * self._sums.new_tensor([_number(loss) for loss in losses])

@@ -50,10 +50,11 @@ class StepLog:
     every     steps per line; the host reads from the device once per line
     prefix    of the names in TensorBoard, wandb, MLflow and Lightning, which also show other curves
 
-    Numbers that were not measured are left out: the losses in loops with `perturbed()` blocks, all but the loss in
-    steps with ε = 0, and RMP's sharpness. Skipped steps count only in `skipped`. ε and the learning rate are those of
-    the first perturbed group, in the last of the steps. On several ranks, only rank 0 writes, and only its own numbers.
-    To resume, save `state_dict()` with the rest. `close` writes what is left; a `with` block does so at its end.
+    Numbers that were not measured are left out: the losses in loops with `perturbed()` blocks, unless they are given to
+    `optimizer.step(losses=…)`; all but the loss in steps with ε = 0; RMP's sharpness. Skipped steps count only in
+    `skipped`. ε and the learning rate are those of the first perturbed group, in the last of the steps. On several
+    ranks, only rank 0 writes, and only its own numbers. To resume, save `state_dict()` with the rest. `close` writes
+    what is left; a `with` block does so at its end.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> from flatmin import AMP
