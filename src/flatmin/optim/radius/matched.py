@@ -69,6 +69,7 @@ class MatchedRadius:
         if isinstance(scheduler, RadiusScheduler):
             _check_scheduler(scheduler, self.optimizer)
         self.first = list(self.radii)
+        self._check_alone()
         if not any(self.first):
             raise ValueError(
                 "a matched radius must start above 0, got 0 in all groups; write epsilon=0.1, and create the "
@@ -81,6 +82,17 @@ class MatchedRadius:
     def _watch(self) -> None:
         self._handle = self.optimizer.register_step_post_hook(self._add)
         self.optimizer.watch_groups(self._group_added)
+
+    def _check_alone(self) -> None:
+        """Without a `scheduler`, no other one may set the radius."""
+        others = [
+            one for one in self.optimizer.group_watchers() if isinstance(one, RadiusScheduler) and not one.is_over
+        ]
+        if self.scheduler is None and others:
+            raise ValueError(
+                "a RadiusScheduler sets the epsilon of this optimizer too, and would undo what is matched; write "
+                "MatchedRadius(optimizer, scheduler=scheduler)"
+            )
 
     def _group_added(self, group: Group, has_radius: bool) -> None:
         if self.scheduler is None and not has_radius:
@@ -122,6 +134,7 @@ class MatchedRadius:
         `losses` are the mean training losses at θ and at θ + Δ since the last call. A step with a closure that returns
         its loss measures them; give them for `perturbed()` blocks and for steps with `ascent=`.
         """
+        self._check_alone()
         if self._sums is None:
             return 1.0
         if self._lacks_losses and losses is None:
