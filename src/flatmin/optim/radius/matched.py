@@ -84,11 +84,9 @@ class MatchedRadius:
         self.optimizer.watch_groups(self._group_added)
 
     def _check_alone(self) -> None:
-        """Without a `scheduler`, no other one may set the radius."""
-        others = [
-            one for one in self.optimizer.group_watchers() if isinstance(one, RadiusScheduler) and not one.is_over
-        ]
-        if self.scheduler is None and others:
+        """Without a `scheduler`, no other one may set the radius, unless its training is over."""
+        watchers = self.optimizer.group_watchers() if self.scheduler is None else []
+        if any(isinstance(one, RadiusScheduler) and one.last_epoch < one.total_steps for one in watchers):
             raise ValueError(
                 "a RadiusScheduler sets the epsilon of this optimizer too, and would undo what is matched; write "
                 "MatchedRadius(optimizer, scheduler=scheduler)"

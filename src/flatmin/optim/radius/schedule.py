@@ -192,10 +192,6 @@ class RadiusScheduler(LRScheduler):
             )
         self._set()
 
-    @property
-    def is_over(self) -> bool:
-        return self.last_epoch >= self.total_steps
-
     def _set(self) -> None:
         if not self._watches:
             self._watch_groups()
