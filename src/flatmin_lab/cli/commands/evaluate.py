@@ -32,7 +32,9 @@ Data = Annotated[
         "With --model: a data set, an .npz file or a folder. For a run: where your own data is now, if it has moved."
     ),
 ]
-Size = Annotated[tuple[int, int] | None, option("Resize the images of a folder to this height and width.", panel=OWN)]
+Size = Annotated[
+    tuple[int, int] | None, option("Resize the images of a folder to this height and width, such as 32 32.", panel=OWN)
+]
 Normalised = Annotated[
     bool,
     option(
