@@ -4,6 +4,7 @@ import copy
 import itertools
 import random
 from collections.abc import Callable
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
-from flatmin import AMP, RMP
+from flatmin import AMP, RMP, RadiusScheduler
 from tests.support.cases import Tied, Unused, conv_batchnorm, dropout, frozen_layer, mlp
 
 TrainingParts = tuple[Any, ...]
@@ -269,6 +270,15 @@ def without_model(model: nn.Module) -> AMP:
     return AMP(sgd(model), epsilon=0.1)
 
 
+def starting_late_without_model(*, keep: bool) -> TrainingParts:
+    model, optimizer, closure = make(dropout, without_model)
+    scheduler = RadiusScheduler(optimizer, 100, start=0.75)
+    if not keep:
+        return model, optimizer, closure
+    kept = {"model": model, "optimizer": optimizer, "closure": lambda _: closure(), "batches": [(None,)]}
+    return {**kept, "scheduler_per_step": scheduler}  # type: ignore[return-value]
+
+
 def with_own_generator() -> TrainingParts:
     model = mlp()
     optimizer, generator, (x, y) = amp(model), np.random.default_rng(0), batch()
@@ -405,6 +415,15 @@ BROKEN: dict[str, tuple[Callable[[], TrainingParts], str, str, str]] = {
     "batches changed in place": (changing_its_batches, "closure repeats", "error", ": it changes batch[0] "),
     "a closure that steps": (stepping, "closure repeats", "error", "leave optimizer.step() to the loop"),
     "a buffer that the loss uses": (lambda: make(Centred), "closure repeats", "warning", "a pass changes (mean)"),
+    **{
+        f"dropout without model=, perturbed later, its scheduler {'kept' if keep else 'dropped'}": (
+            partial(starting_late_without_model, keep=keep),
+            "dropout",
+            "warning",
+            "flatmin.AMP(base, epsilon=…, model=model)",
+        )
+        for keep in (True, False)
+    },
     "an unused layer": (lambda: make(Unused), "gradients", "warning", "none in unused.weight, unused.bias"),
     "no backward": (lambda: make(backward=lambda _: None), "gradients", "error", "call loss.backward()"),
     "nan": (lambda: make(loss_of=lambda loss: loss * float("nan")), "gradients", "error", "not finite in 0.weight"),

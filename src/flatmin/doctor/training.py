@@ -2,7 +2,8 @@
 
 What `make_training()` may return is in user_training.py. The closure is what `optimizer.step` gets; for a loop
 without one, it is the loop's forward and backward pass as a function that returns the loss. A plain optimizer is
-examined inside AMP, and a setup with batches on its first batch.
+examined inside AMP, one whose `RadiusScheduler` starts late as if it had started, and a setup with batches on its first
+batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from flatmin.doctor.user_training import MakeTraining, call
 from flatmin.optim.amp import AMP
 from flatmin.optim.grad_scaler import forget_unscaled
 from flatmin.optim.perturbed import PerturbedOptimizer
+from flatmin.optim.radius import RadiusScheduler, radii_of, scale_radii
 
 EPSILON = 0.1  # for an optimizer that is not wrapped yet
 SEED = 0
@@ -39,6 +41,7 @@ class Training:
     closure: Callable[[], Any]
     scaler: GradScaler | None
     was_plain: bool
+    starts_late: bool
 
     @property
     def base(self) -> Optimizer:
@@ -115,8 +118,18 @@ def new_training(make_training: MakeTraining) -> Training:
         if was_plain := not isinstance(optimizer, PerturbedOptimizer):
             optimizer = AMP(optimizer, epsilon=EPSILON, model=model)
         wrapped = optimizer.behind_proxy()
+    starts_late = wrapped.inner_iter > 0 and not wrapped.perturbs and bool(wrapped.defaults["epsilon"])
+    if starts_late:
+        _start(wrapped)
     in_use = scaler if scaler is not None and scaler.is_enabled() else None
-    return Training(model, wrapped, closure, in_use, was_plain=was_plain)
+    return Training(model, wrapped, closure, in_use, was_plain=was_plain, starts_late=starts_late)
+
+
+def _start(optimizer: PerturbedOptimizer) -> None:
+    """Give each group the radius that its schedule, which make_training may have dropped, grows to."""
+    schedulers = (one for one in optimizer.group_watchers() if isinstance(one, RadiusScheduler))
+    given = [optimizer.defaults["epsilon"] for _ in optimizer.param_groups]
+    scale_radii(optimizer, next((one.radii for one in schedulers), given), 1.0)
 
 
 @contextmanager
@@ -189,6 +202,8 @@ def check_make_training(one: Training, other: Training, *, keeps_weights: bool =
     kind = f"{type(optimizer).__name__} around {type(one.base).__name__}"
     if one.was_plain:
         kind = f"{type(one.base).__name__}, examined as flatmin.AMP(optimizer, epsilon={EPSILON}{given})"
+    if one.starts_late:
+        kind += f", examined with ε = {max(radii_of(optimizer)):g}, as after its start"
     count = sum(param.numel() for param in one.params)
     seen = f"{kind}; {count:,} parameters in {len(one.params)} tensors"
     if keeps_weights:

@@ -327,7 +327,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 self.note_losses(*losses)
             result = None
             if from_scaler and self._scaler_of_blocks is None:
-                self._step_from_scaler()
+                self._step_from_scaler(closure)
             else:
                 result = self._step(closure, scaler, ascent)
             if closure is None and self._pass_start is not None:
@@ -640,8 +640,13 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     # ---- calls and their arguments
 
-    def _step_from_scaler(self) -> None:
+    def _step_from_scaler(self, closure: Closure | Closures | None) -> None:
         """`scaler.step(optimizer)` without blocks before it: the base's own step, if nothing is perturbed."""
+        if closure is not None:
+            raise TypeError(
+                "scaler.step(optimizer) takes no closure, because it checks the gradients before the closure makes "
+                "them; write optimizer.step(closure, scaler=scaler)"
+            )
         if self.perturbs:
             raise RuntimeError(
                 "scaler.step(optimizer) must follow perturbed() blocks that had the scaler, but there were none; write "

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim.sgd import sgd
 
 from flatmin.ball import Ball, Norm, norms
@@ -67,6 +68,8 @@ class InPlace:
     recurring: RecurringWork = field(default_factory=RecurringWork)
 
     def keep_theta(self, params: Sequence[Tensor]) -> None:
+        # as a change in place does, but not all kernels that move them: autograd then refuses graphs of earlier passes
+        increment_version(params)
         if self.theta.take_again(params):
             return
         if missing := {p: p for p in params if p not in self.theta}:

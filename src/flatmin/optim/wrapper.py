@@ -172,6 +172,11 @@ class OptimizerWrapper(Optimizer):
         watchers = self.behind_proxy()._group_watchers
         watchers[:] = [*(watcher for watcher in watchers if watcher() is not None), WeakMethod(tell)]
 
+    def group_watchers(self) -> list[object]:
+        """The objects whose methods `watch_groups` was given, as long as they are in use."""
+        found = [watcher() for watcher in self.behind_proxy()._group_watchers]
+        return [tell.__self__ for tell in found if tell is not None]
+
     def register_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
         return self.base.register_state_dict_pre_hook(hook, prepend)
 
@@ -247,7 +252,8 @@ def check_hyperparameters(base: Optimizer, values: Mapping[str, object]) -> None
             continue
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         if not (is_number and 0 <= float(value) < float("inf")):  # type: ignore[arg-type]
-            raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+            way_out = "; start with epsilon=0.1, and adjust it with flatmin.MatchedRadius" if value == "auto" else ""
+            raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}{way_out}")
     if _is_positive(values.get("epsilon", 0)) and evaluates_closure(base):
         raise ValueError(
             f"{type(base).__name__} evaluates its closure itself, at points it chooses, and cannot be perturbed, got "

@@ -36,6 +36,7 @@ class ModelSource:
 
     model: str | None
     data: str | None
+    size: tuple[int, int] | None
     data_dir: Path
     download: bool
     normalised: bool
@@ -79,6 +80,8 @@ class ModelSource:
     def _check(self, places: Sequence[Path | None]) -> None:
         if self.model is None and None in places:
             raise ValueError("name a run folder or a checkpoint, or your own model with --model and --data")
+        if self.model is None and self.size is not None:
+            raise ValueError("--size belongs to --model; a run knows the size of its images")
         if self.model is None and self.normalised:
             raise ValueError("--normalised belongs to --model; a run knows how its images were normalised")
         if self.model is not None and self.data is None:
@@ -88,7 +91,7 @@ class ModelSource:
 
     def _user_model(self, name: str, weights: Path | None) -> EvaluatedModel:
         assert self.data is not None
-        data = read_data(self.data, self.data_dir, download=self.download, size=None)
+        data = read_data(self.data, self.data_dir, download=self.download, size=self.size)
         made = make_user_model(name, data.train.shape, num_classes=data.num_classes, settings={})
         if weights is not None:
             load_weights(made, weights)

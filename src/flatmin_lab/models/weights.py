@@ -19,7 +19,9 @@ STATE_DICT_KEYS = (
     "model",
 )  # where trainers put a state dict in a larger checkpoint
 CHECKPOINT_METADATA = {"state", "sha256"}  # of the checkpoints that flatmin writes (runs/checkpoint.py)
-WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile and Lightning
+# of DataParallel and torch's AveragedModel, of torch.compile, of Lightning
+WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")
+AVERAGED_MODELS_OWN = "n_averaged"  # beside its "module." keys
 
 
 def load_weights(model: nn.Module, path: Path, *, without: Sequence[str] = ()) -> None:
@@ -68,6 +70,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 def _without_wrapper_prefix(weights: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
     """Without the prefixes that wrappers put before every key, unless the model has such keys itself."""
+    weights = {key: value for key, value in weights.items() if key != AVERAGED_MODELS_OWN or key in wanted}
     while weights and not weights.keys() & wanted:
         found = [prefix for prefix in WRAPPER_PREFIXES if all(key.startswith(prefix) for key in weights)]
         if not found:

@@ -121,7 +121,7 @@ class Recipe:
         after="init",
     )
     size: tuple[int, int] | None = flag(
-        None, "Resize the images of a folder to this height and width.", panel=None, after="validation"
+        None, "Resize the images of a folder to this height and width, such as 32 32.", panel=None, after="validation"
     )
     augment: Kind = flag("vanilla", " (the paper: vanilla_v1, except in table 2).", choices=KINDS, after="warmup")
     normalise: tuple[float, float] | None = flag(

@@ -33,6 +33,18 @@ def test_the_gradient_left_by_a_block_is_that_at_the_perturbed_weights() -> None
     assert same([param.grad for param in params if param.grad is not None], expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_backward_pass_through_the_graph_of_the_clean_pass_is_an_error_that_loses_nothing(dtype: torch.dtype) -> None:
+    """It would mix activations at θ with weights at θ + Δ."""
+    case = setup(dtype=dtype)
+    optimizer, theta = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1), case.weights()
+    loss = case.loss()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"), optimizer.perturbed():
+        loss.backward()
+    assert same(case.weights(), theta)
+
+
 def test_zero_grad_inside_a_block_does_no_harm() -> None:
     first, second = setup(), setup()
     for case, inside in ((first, False), (second, True)):

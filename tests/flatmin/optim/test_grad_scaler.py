@@ -226,6 +226,15 @@ def test_with_epsilon_zero_scaler_step_needs_no_blocks(make_base: MakeBase, unsc
     assert scaler.get_scale() == base_scaler.get_scale() == 2.0**11
 
 
+@pytest.mark.parametrize("epsilon", [0.0, 0.1])
+def test_scaler_step_takes_no_closure_and_says_who_does(epsilon: float) -> None:
+    case, scaler = setup(), new_scaler()
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=epsilon)
+    scaler.scale(case.loss()).backward()
+    with pytest.raises(TypeError, match=r"takes no closure.* write optimizer.step\(closure, scaler=scaler\)"):
+        scaler.step(optimizer, case.closure(optimizer))
+
+
 def test_a_scaler_given_to_some_calls_only_is_an_error_that_loses_nothing() -> None:
     case, scaler = setup(), new_scaler()
     optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1)

@@ -283,6 +283,18 @@ def test_a_scheduler_that_grows_or_is_anothers_is_refused() -> None:
         flatmin.MatchedRadius(bowl.optimizer, scheduler=others)
 
 
+@pytest.mark.parametrize("scheduler_first", [True, False])
+def test_a_scheduler_that_it_was_not_given_would_undo_it_and_is_refused(scheduler_first: bool) -> None:
+    optimizer = Bowl(0.1).optimizer
+    radius = None if scheduler_first else flatmin.MatchedRadius(optimizer)
+    scheduler = flatmin.RadiusScheduler(optimizer, 10, start=0.0)
+    with pytest.raises(ValueError, match=r"write MatchedRadius\(optimizer, scheduler=scheduler\)"):
+        _ = flatmin.MatchedRadius(optimizer) if radius is None else radius.step(1.0)
+    for _ in range(10):
+        scheduler.step()
+    assert flatmin.MatchedRadius(optimizer).step(1.0) == 1  # one whose training is over sets nothing
+
+
 def test_only_amp_has_a_radius_to_match() -> None:
     base = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(TypeError, match=r"the epsilon of a flatmin.AMP, got"):

@@ -218,6 +218,19 @@ def test_a_state_keeps_its_own_list_and_a_wrong_one_is_named() -> None:
             scheduler.set_radii(wrong)
 
 
+def test_steps_of_an_epoch_between_two_calls_are_named_unless_it_counts_epochs() -> None:
+    """With total_steps = epochs · len(loader), and called once per epoch, it would never get to its start."""
+    training = Training()
+    per_epoch = flatmin.RadiusScheduler(training.optimizer, 4, start=0.0)
+    training.run(0, 6)
+    per_epoch.step()
+    wrong = flatmin.RadiusScheduler(training.optimizer, TOTAL)
+    training.run(6, TOTAL)
+    with pytest.warns(RuntimeWarning, match=r"once for 6 steps.* total_steps=12 .* would take 72 .* after every step"):
+        wrong.step()
+    wrong.step()  # said once
+
+
 def test_rmp_has_a_radius_over_time_too() -> None:
     weight = nn.Parameter(torch.ones(2))
     optimizer = flatmin.RMP(torch.optim.SGD([weight], lr=0.1), epsilon=0.1)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from flatmin_lab.data import load
 from flatmin_lab.evaluation import landscapes, measurements
@@ -315,6 +316,16 @@ def test_a_model_of_ones_own_is_evaluated_in_every_way(user: Path, model: str) -
     assert other["nll"] != found["nll"]
 
 
+def test_images_of_several_sizes_are_resized_for_a_model_of_ones_own(user: Path) -> None:
+    for number in range(10):
+        for side in (9, 12, 15):
+            (folder := user / "pictures" / str(number)).mkdir(parents=True, exist_ok=True)
+            Image.new("L", (side, 10), number).save(folder / f"{side}.png")
+    asked = ["evaluate", "--model", "mymodule:make_model", "--data", "pictures", "--device", "cpu", "--json"]
+    assert "--size HEIGHT WIDTH" in words(flatmin(*asked).stderr)
+    assert json.loads(flatmin(*asked, "--size", 8, 8).stdout)["pictures"] == 10
+
+
 def test_weights_of_ones_own_are_loaded_and_those_of_another_model_refused(user: Path) -> None:
     torch.manual_seed(1)
     layers = [torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten()]
@@ -418,6 +429,7 @@ def test_images_may_still_be_called_pictures(own: Path) -> None:
         ),
         (["evaluate", "--model", "convnet", "--data", "own.npz"], "is named by its run's folder"),
         (["evaluate", "RUN", "--normalised"], "--normalised belongs to --model"),
+        (["landscape", "RUN", "--size", 8, 8], "--size belongs to --model; a run knows the size of its images"),
         (["evaluate", "RUN", "--attack", "--images", 0], "--images must be at least 1, got 0"),
         (["evaluate", "RUN", "--images", 5], "--images belongs to --attack, --flatness and --spectrum"),
         (["landscape", "RUN", "--between"], "--between needs two run folders, checkpoints or files of weights, got 1"),

@@ -267,6 +267,7 @@ WAYS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "plain": lambda weights: weights,
     "in a checkpoint": lambda weights: {"epoch": 3, "state_dict": weights},
     "of DataParallel": lambda weights: {f"module.{key}": value for key, value in weights.items()},
+    "of an EMA": lambda weights: {"n_averaged": torch.tensor(3), **{f"module.{key}": weights[key] for key in weights}},
     "compiled": lambda weights: {f"_orig_mod.{key}": value for key, value in weights.items()},
     "compiled around DataParallel": lambda weights: {
         f"_orig_mod.module.{key}": value for key, value in weights.items()

@@ -70,6 +70,7 @@ class MatchedRadius:
         if isinstance(scheduler, RadiusScheduler):
             _check_scheduler(scheduler, self.optimizer)
         self.first = list(self.radii)
+        self._check_alone()
         if not any(self.first):
             raise ValueError(
                 "a matched radius must start above 0, got 0 in all groups; write epsilon=0.1, and create the "
@@ -82,6 +83,15 @@ class MatchedRadius:
     def _watch(self) -> None:
         self._handle = self.optimizer.register_step_post_hook(self._add)
         self.optimizer.watch_groups(self._group_added)
+
+    def _check_alone(self) -> None:
+        """Without a `scheduler`, no other one may set the radius, unless its training is over."""
+        watchers = self.optimizer.group_watchers() if self.scheduler is None else []
+        if any(isinstance(one, RadiusScheduler) and one.last_epoch < one.total_steps for one in watchers):
+            raise ValueError(
+                "a RadiusScheduler sets the epsilon of this optimizer too, and would undo what is matched; write "
+                "MatchedRadius(optimizer, scheduler=scheduler)"
+            )
 
     def _group_added(self, group: Group, has_radius: bool) -> None:
         if self.scheduler is None and not has_radius:
@@ -124,6 +134,7 @@ class MatchedRadius:
         its loss measures them, and so does `optimizer.step(losses=(loss, loss_perturbed))` after `perturbed()` blocks;
         else, and for steps with `ascent=`, give them here.
         """
+        self._check_alone()
         if self._sums is None:
             return 1.0
         if self._lacks_losses and losses is None:

@@ -11,10 +11,12 @@ the base's own: one call of the closure, one pass, one replay of a smaller CUDA 
 """
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
+from weakref import ref
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -104,7 +106,7 @@ class RadiusScheduler(LRScheduler):
         optimizer = flatmin.AMP(base, epsilon=0.1, model=model)
         scheduler = flatmin.RadiusScheduler(optimizer, total_steps=epochs * len(loader))
 
-    total_steps  how many steps the optimizer will take; call `step()` after each
+    total_steps  how many steps the optimizer will take (not how many micro-batches); call `step()` after each
     start        the share of the training before the first perturbation: a step costs one pass until then
     growth       from then on: "constant" at ε, or growing from 0 to ε, "linear" or along half a "cosine"
     every        perturb only every k-th step
@@ -149,6 +151,7 @@ class RadiusScheduler(LRScheduler):
                 "a checkpoint whose schedule has not started yet, or give the optimizer epsilon=0 if 0 is meant"
             )
         self.last_epoch = 0  # torch's name for how often step() was called
+        self._taken, self._has_warned = 0, False  # steps of the optimizer since then
         self._watch_groups()
         self._set()
 
@@ -164,6 +167,7 @@ class RadiusScheduler(LRScheduler):
             self._watches = False
             with suppress(AttributeError):
                 optimizer.watch_groups(self._group_added)
+                _count_steps(optimizer.behind_proxy(), ref(self))
                 self._watches = True
 
     def _group_added(self, group: Group, has_radius: bool) -> None:
@@ -174,6 +178,17 @@ class RadiusScheduler(LRScheduler):
     def step(self, epoch: int | None = None) -> None:
         """Call it after `optimizer.step()`: sets the radius of the next step, or of step number `epoch`."""
         self.last_epoch = self.last_epoch + 1 if epoch is None else whole_number("epoch", epoch)
+        taken, self._taken = self._taken, 0
+        is_of_loader = taken > 1 and self.total_steps % taken == 0  # epochs · len(loader)
+        if epoch is None and is_of_loader and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"RadiusScheduler.step() was called once for {taken} steps of the optimizer, but total_steps="
+                f"{self.total_steps} are steps of its own, which would take {taken * self.total_steps} of the "
+                "optimizer; call it after every step, or give total_steps=epochs to call it once per epoch",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self._set()
 
     def _set(self) -> None:
@@ -213,4 +228,15 @@ class RadiusScheduler(LRScheduler):
         self.last_epoch, self.total_steps = saved.pop("steps"), saved.pop("total_steps")
         self.radii = list(saved.pop("radii"))
         self.schedule = RadiusSchedule(**saved)
+        self._taken = 0
         self._set()
+
+
+def _count_steps(optimizer: OptimizerWrapper, scheduler: "ref[RadiusScheduler]") -> None:
+    """Have the scheduler count the steps that the optimizer takes, as long as it is in use."""
+
+    def count(*_: object) -> None:
+        if (used := scheduler()) is not None:
+            used._taken += 1
+
+    optimizer.register_step_post_hook(count)

@@ -32,6 +32,9 @@ Data = Annotated[
         "With --model: a data set, an .npz file or a folder. For a run: where your own data is now, if it has moved."
     ),
 ]
+Size = Annotated[
+    tuple[int, int] | None, option("Resize the images of a folder to this height and width, such as 32 32.", panel=OWN)
+]
 Normalised = Annotated[
     bool,
     option(
@@ -84,6 +87,7 @@ def evaluate(
         float | None, option("Radius of the ball around the weights; default: 0.1.", panel=FLATNESS)
     ] = None,
     model: Model = None,
+    size: Size = None,
     normalised: Normalised = False,
     device: Device = None,
     as_json: Annotated[bool, option("Print JSON.", "--json")] = False,
@@ -104,7 +108,7 @@ def evaluate(
                 "--images belongs to --attack, --flatness and --spectrum; everything else uses the whole test set"
             )
         model_source.check_count("--images", images)
-        source = ModelSource(model, data, data_dir, download, normalised, use_ema, device)
+        source = ModelSource(model, data, size, data_dir, download, normalised, use_ema, device)
         (evaluated,) = source.models([checkpoint])
         measurements.check_attack(**attacked, pixels=evaluated.subject.test.is_images)
         others = list(source.outside(outside or [], evaluated.subject))  # a bar of its own, and errors at once
@@ -158,6 +162,7 @@ def landscape(
     download: Download = False,
     use_ema: Averaged = False,
     model: Model = None,
+    size: Size = None,
     normalised: Normalised = False,
     device: Device = None,
     in_browser: OpenPage = False,
@@ -169,7 +174,7 @@ def landscape(
             need(package, "flatmin landscape")
         landscapes.check_options(points, reach, images)
         _check_page(out)  # now, not after an hour of measuring
-        source = ModelSource(model, data, data_dir, download, normalised, use_ema, device)
+        source = ModelSource(model, data, size, data_dir, download, normalised, use_ema, device)
         places: list[Path | None] = [*(checkpoints or [])] or [None]
         if between:
             if lines_only or (reach, seed) != (landscapes.REACH, 0):
