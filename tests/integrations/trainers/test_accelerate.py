@@ -391,6 +391,32 @@ def test_a_window_that_was_dropped_is_not_part_of_the_next() -> None:
     assert same(*ended)
 
 
+@pytest.mark.parametrize("epsilon", [0.0, 0.1])
+def test_a_step_has_the_mean_losses_of_its_window(epsilon: float) -> None:
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
+    model = new_model("mlp")
+    model, optimizer = accelerator.prepare(model, wrapped(model, epsilon=epsilon))
+    window, seen = Window(accelerator, model, optimizer), list[float]()
+
+    def loss_of(x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        loss = cross_entropy(model(x), y)
+        seen.append(float(loss.detach()))
+        return {"loss": loss}
+
+    for x, y in list(batches())[:2]:
+        with accelerator.accumulate(model):
+            window.backward(loss_of, x, y)
+            optimizer.step()
+            optimizer.zero_grad()
+    last = optimizer.optimizer.last
+    assert float(last.loss) == pytest.approx(sum(seen[:2]) / 2, rel=1e-6)
+    if epsilon:
+        assert float(last.loss_perturbed) == pytest.approx(sum(seen[2:]) / 2, rel=1e-6)
+        assert last.loss_perturbed > last.loss
+    else:
+        assert last.loss_perturbed is None
+
+
 def test_what_is_wrong_is_told() -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     model = new_model("mlp")
