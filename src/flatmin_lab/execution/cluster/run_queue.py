@@ -38,6 +38,8 @@ def schedule_runs(
 class ClusterRunQueue(RunQueue):
     """Runs whose folders are locked here while workers train copies of them."""
 
+    after_losses = "look at that node's memory and disk"
+
     @cached_property
     def locks(self) -> dict[int, IO[bytes]]:
         return {}
@@ -70,10 +72,6 @@ class ClusterRunQueue(RunQueue):
             yield from self.interrupt(number, task, WorkerLoss(node[:6], event.what), node)
         else:
             yield from super().receive_event(number, event, task, node)
-
-    def describe_losses(self, last: WorkerLoss) -> str:
-        way_out = "its last checkpoint is kept; look at that node's memory and disk, and try again with --retry"
-        return f"{super().describe_losses(last)}; {way_out}"
 
     def store(self, number: int, event: Finished | Failed | Stopped) -> None:
         super().store(number, event)
