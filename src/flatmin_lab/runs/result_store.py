@@ -44,6 +44,10 @@ CURVES = (  # of an epoch, where known
 )
 
 
+class DamagedResultError(ValueError):
+    """The result of a finished run cannot be read; other runs are not affected."""
+
+
 class PlannedRun(TypedDict, total=False):
     """A line of the plan."""
 
@@ -76,9 +80,10 @@ class ResultStore:
         try:
             found = read_json(self.file(job))
         except ValueError as error:
-            raise ValueError(f"{error}, or delete it: the run folder makes it again, if it still exists") from error
+            way_out = "or delete it: the run folder makes it again, if it still exists"
+            raise DamagedResultError(f"{error}, {way_out}") from error
         if not {"recipe", "seed", "method"} <= found.keys():
-            raise ValueError(f"{self.file(job)} is not a result; delete it, or put a good copy there")
+            raise DamagedResultError(f"{self.file(job)} is not a result; delete it, or put a good copy there")
         if apart := differs(found, job):
             now = name_now(str(found["recipe"]))
             moved = f", if it is of what is now {now}, to {self.results / f'{now}-{job.seed}.json'}" if now else " away"
@@ -89,7 +94,7 @@ class ResultStore:
         return found
 
     def state(self, job: Job, parts: Iterable[str] = ()) -> State:
-        """How far a run is, given that these parts are to be measured."""
+        """How far a run is, given that these parts are to be measured; an error where its result cannot be read."""
         found = self.result(job)
         if found is not None:
             if all(part in found for part in parts):
@@ -104,7 +109,10 @@ class ResultStore:
         folder = self.folder(job)
         if not checkpoint.listed(folder) or not (folder / "result.json").exists():
             return False
-        own = read_json(folder / "result.json")
+        try:
+            own = read_json(folder / "result.json")
+        except ValueError as error:
+            raise DamagedResultError(str(error)) from error
         return all(own.get(key) == result.get(key) for key in own if key.endswith(IDENTITY_SUFFIXES))
 
     def write(self, job: Job, result: Mapping[str, Any]) -> Path:

@@ -64,6 +64,24 @@ def test_a_filled_table_says_what_was_chosen_and_what_is_smoothed(tmp_path: Path
     assert "AMP's radius chosen for 60" not in shown("sweep", "--data", "cifar10")
 
 
+@pytest.mark.parametrize("content", ['{"recipe": ', '{"a": 1}'], ids=["cut", "no result"])
+def test_a_result_that_cannot_be_read_is_named_and_stays_and_the_others_are_run(tmp_path: Path, content: str) -> None:
+    damaged = tmp_path / "results" / "smoke" / "cifar10-vgg16-erm-0.json"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text(content)
+    some = [*SOME, "--methods", "erm,amp", "--seeds", "0", "--workers", "1"]
+    shown = flatmin("reproduce", "table1", *some, *places(tmp_path))
+    assert shown.exit_code == 1, shown.output
+    assert "2 runs: 1 to be trained, 1 left alone, as their results cannot be read" in words(shown.stderr)
+    assert "cifar10-vgg16-erm-0.json is " in words(shown.stderr)
+    assert (damaged.parent / "cifar10-vgg16-amp-0.json").exists()
+    assert damaged.read_text() == content
+    assert not (tmp_path / "runs" / "smoke" / "cifar10-vgg16-erm-0").exists()
+    listed = flatmin("reproduce", "--list", "--protocol", "smoke", *places(tmp_path))
+    assert listed.exit_code == 0, listed.output
+    assert "cifar10-vgg16-erm-0.json is " in words(listed.stderr)
+
+
 def test_a_dry_run_lists_and_estimates_and_trains_nothing(tmp_path: Path) -> None:
     shown = flatmin("reproduce", "table1", *SOME, "--methods", "erm,amp", "--dry-run", *places(tmp_path))
     assert shown.exit_code == 0, shown.output
