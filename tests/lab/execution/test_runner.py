@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -157,6 +158,26 @@ def test_damaged_last_weights_are_not_measured_and_trained_again(store: ResultSt
     stored = json.loads(store.file(job).read_text())
     assert stored["test_nll"] == expected["test_nll"]
     assert stored["clean_train_nll"] < 10
+
+
+def test_a_finished_run_without_its_checkpoints_says_what_to_do_and_is_trained_again_once_it_is_deleted(
+    store: ResultStore,
+) -> None:
+    job = Job(QUICK, 0)
+    here([job], store)
+    before = store.file(job).read_text()
+    store.file(job).unlink()
+    for path in checkpoint.listed(store.folder(job)):
+        path.unlink()
+    (end,) = here([job], store).values()
+    assert isinstance(end, Failed)
+    assert end.later
+    assert "its checkpoints are gone" in end.what
+    assert "delete the folder, and the same command trains it again" in end.what
+    assert "--resume" not in end.what  # a flag of `train`
+    shutil.rmtree(store.folder(job))
+    assert isinstance(here([job], store)[0], Finished)
+    assert json.loads(store.file(job).read_text())["test_nll"] == json.loads(before)["test_nll"]
 
 
 def test_the_spectrum_confidence_and_outside_data_are_stored_as_the_report_reads_them(store: ResultStore) -> None:
