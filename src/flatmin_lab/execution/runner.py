@@ -21,7 +21,7 @@ from flatmin_lab.runs.config import OtherRunError
 from flatmin_lab.runs.events import BusyError, Event, Failed, Finished, Measured, RunError, Stopped
 from flatmin_lab.runs.open_folder import check
 from flatmin_lab.runs.result import split_of
-from flatmin_lab.runs.result_store import ResultStore, curves_of, remove_old_checkpoints
+from flatmin_lab.runs.result_store import ResultStore, UnwrittenError, curves_of, remove_old_checkpoints
 from flatmin_lab.system.json_data import read_json
 from flatmin_lab.training.loop import config_of
 
@@ -142,7 +142,7 @@ def evaluate_run(run: Run, options: RunOptions, data: Dataset, device: torch.dev
                 yield Measured(part)
         remove_old_checkpoints(folder, weights.path)
         yield Finished(known)
-    except load_run.UnfinishedError as error:
+    except (load_run.UnfinishedError, UnwrittenError) as error:  # it says what to do
         yield Failed(str(error), later=True)
     except Exception as error:
         yield Failed(f"it was trained, but could not be evaluated: {type(error).__name__}: {error}", later=True)

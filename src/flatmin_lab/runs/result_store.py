@@ -10,6 +10,7 @@
 A result file is result.json with the evaluations after training, and the training curves.
 """
 
+import errno
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from flatmin_lab.recipes.recipe import LATER_FIELDS, SPEED, Job, default_of
 from flatmin_lab.recipes.renamed import name_now
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs import config as run_config
+from flatmin_lab.runs.events import RunError
 from flatmin_lab.system.files import atomic_write, locked
 from flatmin_lab.system.json_data import numbers, read_json
 from flatmin_lab.system.json_types import check_types
@@ -46,6 +48,10 @@ CURVES = (  # of an epoch, where known
 
 class DamagedResultError(ValueError):
     """The result of a finished run cannot be read; other runs are not affected."""
+
+
+class UnwrittenError(RunError):
+    """A file of the store could not be written."""
 
 
 class PlannedRun(TypedDict, total=False):
@@ -279,6 +285,13 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as file:
-        file.write(text.encode())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise UnwrittenError(
+            f"{path} could not be written: {'the disk is full' if full else error}; {'make room, and ' if full else ''}"
+            "repeat the command, which trains nothing again that has been trained"
+        ) from error

@@ -27,8 +27,9 @@ from flatmin_lab.recipes.experiments.experiment import cell
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.report.columns import column_named
 from flatmin_lab.report.loader import read_result
-from flatmin_lab.runs import checkpoint
+from flatmin_lab.runs import checkpoint, result_store
 from flatmin_lab.runs.events import Event, Failed, Finished, Started, Stopped
+from flatmin_lab.runs.folder import RunFolder
 from flatmin_lab.runs.open_folder import open_run_folder
 from flatmin_lab.runs.result_store import ResultStore, curves_of
 from flatmin_lab.training.loop import config_of, train
@@ -138,6 +139,23 @@ def test_a_disk_that_fails_is_no_failure_of_the_run(
     assert not store.failure(jobs[0]).exists()
     assert isinstance(ends[1], Finished)
     assert isinstance(here(jobs, store)[0], Finished)
+
+
+def test_a_result_that_cannot_be_written_is_named_and_made_later_without_training_again(
+    store: ResultStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    job = Job(QUICK, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(result_store, "atomic_write", full)
+        (end,) = here([job], store).values()
+    assert isinstance(end, Failed)
+    assert end.later
+    assert f"{store.file(job)} could not be written: the disk is full; make room, and repeat the command" in end.what
+    monkeypatch.setattr(RunFolder, "save", None)  # it takes no step
+    assert isinstance(here([job], store)[0], Finished)
 
 
 def test_damaged_last_weights_are_not_measured_and_trained_again(store: ResultStore) -> None:
