@@ -93,6 +93,20 @@ def test_a_dry_run_lists_and_estimates_and_trains_nothing(tmp_path: Path) -> Non
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("command", ["reproduce", "tune", "compare"])
+def test_torchrun_is_refused_by_commands_that_train_many_models(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    what = ["table1", *SOME, *places(tmp_path)] if command == "reproduce" else ["--out", tmp_path / "out"]
+    data = [] if command == "reproduce" else ["--data", "digits"]
+    shown = flatmin(command, *what, *data)
+    assert shown.exit_code == 2, shown.output
+    assert "got 2 processes for a command that trains many models; leave out torchrun" in words(shown.stderr)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_plan_is_written_before_anything_runs(tmp_path: Path) -> None:
     shown = flatmin("reproduce", "table1", *SOME, "--seeds", "0,2", "--plan", *places(tmp_path))
     assert "16 of 16 runs are new" in shown.stdout
