@@ -1,6 +1,7 @@
 """What the commands share: options, the choice of devices or a cluster, settings, and how errors are reported."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,6 +92,7 @@ def open_executor(
 
     With `default_workers` there are that many CPU workers with one thread each; without, one per device.
     """
+    _check_without_torchrun()
     if executor not in EXECUTORS:
         raise ValueError(f"unknown executor {executor!r}; choose from {', '.join(EXECUTORS)}")
     if executor == "local":
@@ -105,6 +107,16 @@ def open_executor(
     cluster = need("flatmin_lab.execution.cluster.scheduler", "--executor ray", extra="cluster")
     with cluster.open_scheduler(address, device=device, gpus=gpus, max_workers=workers, say=say) as scheduler:
         yield scheduler
+
+
+def _check_without_torchrun() -> None:
+    """Every process of torchrun would train all models, and they would take each other's folders."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if "TORCHELASTIC_RUN_ID" in os.environ and processes != "1":
+        raise ValueError(
+            f"torchrun is for one model that several processes train (flatmin train), got {processes} processes for a "
+            "command that trains many models; leave out torchrun, which --workers replaces on a CPU"
+        )
 
 
 def _on_this_machine(devices: list[str], workers: int | None, default_workers: Callable[[], int] | None) -> RunExecutor:

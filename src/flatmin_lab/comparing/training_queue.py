@@ -94,6 +94,8 @@ class TrainingQueue(TaskQueue[TrainingTask]):
 
     def put_back(self, number: int, task: TrainingTask) -> None:
         self.pending = sorted({*self.pending, number})
+        self.timed.discard(number)  # its time includes what was lost
+        self.began_at.pop(min(task.numbers), None)
 
     def unfinished(self) -> list[int]:
         return [number for number in range(len(self.trainings)) if number not in self.done]

@@ -96,6 +96,10 @@ def find_run(path: Path) -> TrainedRun:
         raise ValueError(f"{path} holds {len(inside)} runs; name one, such as {names}")
     config = run_config.read_config(folder)
     places = checkpoint.listed(folder) if path.is_dir() else [path]
+    if not places and (folder / "result.json").exists():
+        raise FileNotFoundError(
+            f"the run in {folder} has ended, but its checkpoints are gone; put them back, or train it in another folder"
+        )
     if not places:
         raise FileNotFoundError(f"{folder} has no checkpoint yet; resume the run with `flatmin train --resume`")
     place, whole, damaged = checkpoint.newest_whole(places, config)

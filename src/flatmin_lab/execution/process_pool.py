@@ -1,8 +1,10 @@
 """A pool of worker processes with one thread each: a small network keeps one core busy.
 
 With one thread a run gives the same bits whatever else runs, so results do not depend on the number of workers. A
-worker has a pipe of its own to its parent and shares no lock: one that dies (killed, out of memory) loses its own task
-and nothing else.
+worker has a pipe of its own to its parent and shares no lock: one that dies loses its own task and nothing else.
+
+A worker that dies by SIGKILL was most likely killed because memory ran out, which is not its task's fault: the task is
+a `WorkerLoss`, to be retried, and from then on there is one worker fewer, as long as another one is left.
 """
 
 import multiprocessing
@@ -31,6 +33,7 @@ from flatmin_lab.execution.task_queue import (
     TaskFunction,
     TaskMessage,
     TaskQueue,
+    WorkerLoss,
 )
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Event, Progress, RunError
@@ -50,7 +53,7 @@ __all__ = [
 T = TypeVar("T")  # a task
 Work = Callable[[T, Stop], Iterator[tuple[int, Event]]]
 TrainTask = tuple[int, Job, str]  # a job, its number, and the folder of the data
-PoolMessage = tuple[int, Event] | TaskFailure | TaskEnd
+PoolMessage = tuple[int, Event] | TaskFailure | WorkerLoss | TaskEnd
 PARENT = "the parent"  # why a worker stops, as its runs say it
 STOP_TIMEOUT_SECONDS = 60.0  # for a worker to save a checkpoint and end; then it is killed
 IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")  # sent to the whole process group: the parent decides what to do
@@ -98,7 +101,7 @@ def run_in_pool(
 
     for task, message in _run(work, take, lambda task: stop(), ["cpu"] * (workers or cores())):
         if not isinstance(message, TaskEnd):
-            yield task, message
+            yield task, TaskFailure(message.why) if isinstance(message, WorkerLoss) else message
 
 
 class ProcessPool(LocalExecutor):
@@ -140,12 +143,16 @@ def _run(
             for pipe in wait(list(pool), timeout=0.1):
                 worker = pool[pipe]  # type: ignore[index]
                 message = worker.receive()
+                is_one_fewer = isinstance(message, WorkerLoss) and len(pool) > 1
+                if isinstance(message, WorkerLoss) and is_one_fewer:
+                    message = message._replace(why=f"{message.why}, so one process fewer runs from now on")
                 yield worker.task, message
-                if isinstance(message, TaskFailure | TaskEnd):
+                if isinstance(message, TaskFailure | WorkerLoss | TaskEnd):
                     if worker.is_alive() and (task := take(worker.slot)) is not None:
                         worker.assign(task)
-                    else:
-                        pool.pop(worker.pipe).shut_down()
+                        continue
+                    pool.pop(worker.pipe).shut_down()
+                    if not is_one_fewer:
                         idle.append(worker.slot)
     finally:  # whatever happened, no worker is left behind
         for worker in pool.values():
@@ -181,7 +188,7 @@ class _WorkerProcess(Generic[T]):
             return self.pipe.recv()  # type: ignore[no-any-return]
         except (EOFError, OSError):  # also in the middle of a message
             self.process.join()
-            return TaskFailure(f"its process ended with {_exit_reason(self.process.exitcode)}")
+            return _death(self.process.exitcode)
 
     def is_alive(self) -> bool:
         return self.process.exitcode is None and not self.pipe.closed
@@ -205,10 +212,14 @@ class _NoMoreTasks:
     """Sent to a worker in place of a task: it ends."""
 
 
-def _exit_reason(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"signal {-code} ({signal.Signals(-code).name})"
-    return f"exit code {code}"
+def _death(code: int | None) -> TaskFailure | WorkerLoss:
+    """What the exit code of a process means for its task."""
+    if code is None or code >= 0:
+        return TaskFailure(f"its process ended with exit code {code}")
+    name = signal.Signals(-code).name
+    if name == "SIGKILL":
+        return WorkerLoss("", "its process was killed (SIGKILL), most likely because memory ran out")
+    return TaskFailure(f"its process ended with signal {-code} ({name})")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.execution.executor import Executor, run_tasks
 from flatmin_lab.execution.runner import Run, RunOptions, RunTask, run_task_on_data
-from flatmin_lab.execution.task_queue import Slot, Stop, TaskQueue
+from flatmin_lab.execution.task_queue import Slot, Stop, TaskQueue, WorkerLoss
 from flatmin_lab.runs.events import Event, Failed, Finished, Stopped
 
 
@@ -39,8 +39,8 @@ def run_all(
     """The events of all runs as they come, each with its run's number; failures are stored.
 
     When `stop` returns a reason, running runs save a checkpoint and end, and no others are started. When a process
-    dies, the runs it was training have failed, and the rest of its task goes to a new process. Data sets that are not
-    given are loaded by name.
+    crashes, the runs it was training have failed, and the rest of its task goes to a new process; when one is killed,
+    they are retried. Data sets that are not given are loaded by name.
     """
     with closing(executor.run_queue(runs, options, datasets or {}, stop)) as queue:
         yield from run_tasks(executor, run_task_on_data, queue)
@@ -48,6 +48,8 @@ def run_all(
 
 class RunQueue(TaskQueue[RunTask]):
     """Runs that are trained on this machine; their processes lock their folders and write their results."""
+
+    after_losses = "use fewer --workers"  # what to do when a run has lost its last worker
 
     def __init__(
         self,
@@ -109,6 +111,10 @@ class RunQueue(TaskQueue[RunTask]):
     def data_of(self, task: RunTask) -> Dataset:
         name = self.data_name(next(iter(task.numbers)))
         return self.datasets[name] if name in self.datasets else task.load_data()
+
+    def describe_losses(self, last: WorkerLoss) -> str:
+        way_out = f"its last checkpoint is kept; {self.after_losses}, and try again with --retry"
+        return f"{super().describe_losses(last)}; {way_out}"
 
     def store(self, number: int, event: Finished | Failed | Stopped) -> None:
         if isinstance(event, Failed) and not event.later:

@@ -4,7 +4,7 @@ The runs of a task train at once on a GPU (replicas.py). Each is evaluated when 
 checkpoint. A run that fails ends with `Failed`, and the others continue.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +16,12 @@ from flatmin_lab.evaluation import load_run, post_training
 from flatmin_lab.execution.replicas import train_together
 from flatmin_lab.execution.task_queue import Stop
 from flatmin_lab.recipes.recipe import Job
+from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.config import OtherRunError
 from flatmin_lab.runs.events import BusyError, Event, Failed, Finished, Measured, RunError, Stopped
 from flatmin_lab.runs.open_folder import check
 from flatmin_lab.runs.result import split_of
-from flatmin_lab.runs.result_store import ResultStore, curves_of, remove_old_checkpoints
+from flatmin_lab.runs.result_store import ResultStore, UnwrittenError, curves_of, remove_old_checkpoints
 from flatmin_lab.system.json_data import read_json
 from flatmin_lab.training.loop import config_of
 
@@ -75,7 +76,7 @@ def run_task_on_data(task: RunTask, dataset: Dataset, stop: Stop) -> Iterator[tu
     for number, (job, _) in task.runs.items():
         folder = options.store.folder(job)
         try:
-            check(folder, config_of(job.recipe, data, job.seed, device), resume=True)
+            check_folder(folder, config_of(job.recipe, data, job.seed, device))
         except (ValueError, OSError, RunError) as error:
             yield number, refusal(error, folder)
         else:
@@ -100,6 +101,16 @@ def run_task_on_data(task: RunTask, dataset: Dataset, stop: Stop) -> Iterator[tu
                 yield number, each
     except RunError:  # raised at the end if runs failed; each has yielded its own Failed
         pass
+
+
+def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise where a run cannot have its folder, or has ended there without the weights that are to be evaluated."""
+    check(folder, config, resume=True)
+    if (folder / "result.json").exists() and not checkpoint.listed(folder):
+        raise RunError(
+            f"it was trained, but its checkpoints are gone from {folder}; put them back, or delete the folder, and the "
+            "same command trains it again"
+        )
 
 
 def refusal(error: Exception, folder: Path) -> Failed:
@@ -131,7 +142,7 @@ def evaluate_run(run: Run, options: RunOptions, data: Dataset, device: torch.dev
                 yield Measured(part)
         remove_old_checkpoints(folder, weights.path)
         yield Finished(known)
-    except load_run.UnfinishedError as error:
+    except (load_run.UnfinishedError, UnwrittenError) as error:  # it says what to do
         yield Failed(str(error), later=True)
     except Exception as error:
         yield Failed(f"it was trained, but could not be evaluated: {type(error).__name__}: {error}", later=True)

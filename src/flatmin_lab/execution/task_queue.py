@@ -1,8 +1,8 @@
 """The bookkeeping of runs and trials, the same for every executor: each ends exactly once, whatever dies in between.
 
-    its task raised, or its process died   it has failed; one that had not started yet waits again
-    its worker was lost on a cluster       it is retried, on another node if one has room; the third time it has failed
-    asked to stop                          it is stopped, whatever happens to its worker
+    its task raised, or its process crashed        it has failed; one that had not started yet waits again
+    its worker was killed, or lost with its node   it is retried, elsewhere if possible; the third time it has failed
+    asked to stop                                  it is stopped, whatever happens to its worker
 
 A task is one or several runs, or a trial of a tuning, each known by its number. A subclass of `TaskQueue` says which
 tasks there are, and what is stored of an end.
@@ -46,16 +46,16 @@ class Task(Protocol):
 
 
 class TaskFailure(NamedTuple):
-    """A task raised an error, or its process died: it would do so again."""
+    """A task raised an error, or its process crashed: it would do so again."""
 
     why: str
     error: Exception | None = None  # of a task in this process
 
 
 class WorkerLoss(NamedTuple):
-    """A worker died, or its node died or could not continue, in the middle of a task: another node may do it."""
+    """A worker was killed, or its node died or could not continue, in the middle of a task: another one may do it."""
 
-    where: str  # the node
+    where: str  # the node of a cluster; empty on this machine
     why: str
 
 
@@ -180,8 +180,10 @@ class TaskQueue(ABC, Generic[T]):
         if count == MAX_ATTEMPTS:
             return self.end(number, Failed(self.describe_losses(loss)))
         self.put_back(number, task)
-        text = f"worker lost on node {loss.where}: {loss.why}; retried, attempt {count + 1} of {MAX_ATTEMPTS}"
+        where = f" on node {loss.where}" if loss.where else ""
+        text = f"worker lost{where}: {loss.why}; retried, attempt {count + 1} of {MAX_ATTEMPTS}"
         return number, Note(text)
 
     def describe_losses(self, last: WorkerLoss) -> str:
-        return f"worker lost {MAX_ATTEMPTS} times, the last time on node {last.where}: {last.why}"
+        where = f" on node {last.where}" if last.where else ""
+        return f"worker lost {MAX_ATTEMPTS} times, the last time{where}: {last.why}"

@@ -10,6 +10,7 @@
 A result file is result.json with the evaluations after training, and the training curves.
 """
 
+import errno
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from flatmin_lab.recipes.recipe import LATER_FIELDS, SPEED, Job, default_of
 from flatmin_lab.recipes.renamed import name_now
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs import config as run_config
+from flatmin_lab.runs.events import RunError
 from flatmin_lab.system.files import atomic_write, locked
 from flatmin_lab.system.json_data import numbers, read_json
 from flatmin_lab.system.json_types import check_types
@@ -42,6 +44,14 @@ CURVES = (  # of an epoch, where known
     *("train_loss", "train_error", "nll", "error", "ece"),
     *("delta_norm", "sharpness", "epsilon", "held_out_nll"),
 )
+
+
+class DamagedResultError(ValueError):
+    """The result of a finished run cannot be read; other runs are not affected."""
+
+
+class UnwrittenError(RunError):
+    """A file of the store could not be written."""
 
 
 class PlannedRun(TypedDict, total=False):
@@ -76,9 +86,10 @@ class ResultStore:
         try:
             found = read_json(self.file(job))
         except ValueError as error:
-            raise ValueError(f"{error}, or delete it: the run folder makes it again, if it still exists") from error
+            way_out = "or delete it: the run folder makes it again, if it still exists"
+            raise DamagedResultError(f"{error}, {way_out}") from error
         if not {"recipe", "seed", "method"} <= found.keys():
-            raise ValueError(f"{self.file(job)} is not a result; delete it, or put a good copy there")
+            raise DamagedResultError(f"{self.file(job)} is not a result; delete it, or put a good copy there")
         if apart := differs(found, job):
             now = name_now(str(found["recipe"]))
             moved = f", if it is of what is now {now}, to {self.results / f'{now}-{job.seed}.json'}" if now else " away"
@@ -89,7 +100,7 @@ class ResultStore:
         return found
 
     def state(self, job: Job, parts: Iterable[str] = ()) -> State:
-        """How far a run is, given that these parts are to be measured."""
+        """How far a run is, given that these parts are to be measured; an error where its result cannot be read."""
         found = self.result(job)
         if found is not None:
             if all(part in found for part in parts):
@@ -104,7 +115,10 @@ class ResultStore:
         folder = self.folder(job)
         if not checkpoint.listed(folder) or not (folder / "result.json").exists():
             return False
-        own = read_json(folder / "result.json")
+        try:
+            own = read_json(folder / "result.json")
+        except ValueError as error:
+            raise DamagedResultError(str(error)) from error
         return all(own.get(key) == result.get(key) for key in own if key.endswith(IDENTITY_SUFFIXES))
 
     def write(self, job: Job, result: Mapping[str, Any]) -> Path:
@@ -271,6 +285,13 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as file:
-        file.write(text.encode())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise UnwrittenError(
+            f"{path} could not be written: {'the disk is full' if full else error}; {'make room, and ' if full else ''}"
+            "repeat the command, which trains nothing again that has been trained"
+        ) from error

@@ -1,7 +1,7 @@
 """The trials of a tuning as tasks: each is drawn in this process when a worker is free to train it.
 
-When a worker of a cluster is lost, another one resumes its trial from the last checkpoint; after the third loss the
-trial has failed; the others continue. A trial that cannot be trained ends the tuning.
+When a worker is killed, or lost on a cluster, another one resumes its trial from the last checkpoint; after the third
+loss the trial has failed; the others continue. A trial that cannot be trained ends the tuning.
 """
 
 from collections.abc import Callable, Iterator, Set

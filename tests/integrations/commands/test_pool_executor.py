@@ -8,20 +8,23 @@ from pathlib import Path
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.execution.executor import run_tasks
 from flatmin_lab.execution.process_pool import ProcessPool
-from flatmin_lab.execution.task_queue import Stop
-from flatmin_lab.runs.events import Event, Failed, Finished, Stopped
+from flatmin_lab.execution.task_queue import MAX_ATTEMPTS, Stop
+from flatmin_lab.runs.events import Event, Failed, Finished, Note, Stopped
 from tests.lab.execution.test_executors import ACTS, KINDS, Act, Acts, act_out, ends, kinds
 
 POOL = ProcessPool(["cpu", "cpu"])
 
 
 def act_or_die(task: Act, data: Dataset, stop: Stop) -> Iterator[tuple[int, Event]]:
-    if task.act == "die before the start, once" and not (task.place / "died").exists():
-        (task.place / "died").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+    if task.act == "crash before the start, once" and not (task.place / "crashed").exists():
+        (task.place / "crashed").touch()
+        os.abort()
     for number, event in act_out(task, data, stop):
         yield number, event
-        if task.act == "die":
+        if task.act == "crash":
+            os.abort()
+        if task.act == "be killed" or (task.act == "be killed once" and not (task.place / "killed").exists()):
+            (task.place / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -37,12 +40,24 @@ def test_when_asked_to_stop_what_runs_and_what_waits_is_stopped(tmp_path: Path) 
 
 
 def test_a_process_that_dies_fails_its_run_alone_and_one_that_had_not_started_is_done(tmp_path: Path) -> None:
-    acts = ["finish", "die", "die before the start, once", "finish"]
+    acts = ["finish", "crash", "crash before the start, once", "finish"]
     found = ends(list(run_tasks(POOL, act_or_die, Acts(acts, tmp_path))))
     assert [type(found[number]) for number in range(4)] == [Finished, Failed, Finished, Finished]
     died = found[1]
     assert isinstance(died, Failed)
-    assert "SIGKILL" in died.what
+    assert "SIGABRT" in died.what
+
+
+def test_what_was_killed_for_memory_is_retried_with_one_process_fewer_and_fails_the_third_time(tmp_path: Path) -> None:
+    events = list(run_tasks(POOL, act_or_die, Acts(["be killed", "be killed once", "finish"], tmp_path)))
+    found = ends(events)
+    assert [type(found[number]) for number in range(3)] == [Failed, Finished, Finished]
+    killed = "its process was killed (SIGKILL), most likely because memory ran out"
+    assert found[0] == Failed(f"worker lost {MAX_ATTEMPTS} times, the last time: {killed}")
+    notes = [event.text for _, event in events if isinstance(event, Note)]
+    assert len(notes) == 3
+    assert notes[0] == f"worker lost: {killed}, so one process fewer runs from now on; retried, attempt 2 of 3"
+    assert all("fewer" not in text for text in notes[1:])  # one is left
 
 
 def test_a_caller_that_leaves_early_leaves_no_process_behind(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from flatmin_lab.execution.process_pool import Stop, TaskFailure, _WorkerProcess, run_in_pool
+from flatmin_lab.execution.task_queue import WorkerLoss
 from flatmin_lab.runs.events import Event, Note
 from tests import HANG_SECONDS
 
@@ -75,5 +76,10 @@ def test_a_death_in_the_middle_of_a_message_is_a_death() -> None:
 
     worker = object.__new__(_WorkerProcess)
     worker.pipe = Broken()  # type: ignore[assignment]
-    worker.process = SimpleNamespace(join=lambda: None, exitcode=-9)  # type: ignore[assignment]
-    assert worker.receive() == TaskFailure("its process ended with signal 9 (SIGKILL)")
+    for code, expected in {
+        1: TaskFailure("its process ended with exit code 1"),
+        -11: TaskFailure("its process ended with signal 11 (SIGSEGV)"),
+        -9: WorkerLoss("", "its process was killed (SIGKILL), most likely because memory ran out"),
+    }.items():
+        worker.process = SimpleNamespace(join=lambda: None, exitcode=code)  # type: ignore[assignment]
+        assert worker.receive() == expected

@@ -71,6 +71,21 @@ def train_matched(rank: int) -> dict[str, Any]:
     return {"weights": [*case.weights(), together], "expected": [*whole.weights(), alone]}
 
 
+def match_after_join(rank: int) -> dict[str, Any]:
+    """Under join() the first rank has no batch at all; then all match the radius, with the losses of the others."""
+    case = own_part(twelve(), rank)
+    case.model = model = DistributedDataParallel(case.model)
+    optimizer = AMP(SGD(model.parameters(), lr=0.1), epsilon=0.1, model=model)
+    optimizer.step(case.closure(optimizer))
+    radius = MatchedRadius(optimizer)
+    with model.join():
+        for _ in range(2 if rank else 0):
+            optimizer.step(case.closure(optimizer))
+    assert radius.step(100.0) == 3.0
+    assert radius.step(100.0) == 1.0  # no rank has had a step since
+    return {"weights": [*case.weights(), torch.tensor(optimizer.param_groups[0]["epsilon"])]}
+
+
 def train_as_one(rank: int, inner_iter: int, **options: Any) -> dict[str, Any]:
     """One perturbation for all: the same as one process with the whole batch."""
     whole = twelve()
@@ -362,6 +377,7 @@ JOBS: dict[str, Any] = {
     **{f"spoilt-{method}": partial(train, method=method, spoil=True) for method in METHODS},
     **{f"as-one-{n}": partial(train_as_one, inner_iter=n) for n in (1, 2)},
     "as-one-matched": train_matched,
+    "matched-after-join": match_after_join,
     "as-one-views": partial(train_as_one, inner_iter=1, gradient_as_bucket_view=True),
     "as-one-static": partial(train_as_one, inner_iter=1, static_graph=True),
     **{

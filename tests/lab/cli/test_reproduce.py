@@ -64,6 +64,24 @@ def test_a_filled_table_says_what_was_chosen_and_what_is_smoothed(tmp_path: Path
     assert "AMP's radius chosen for 60" not in shown("sweep", "--data", "cifar10")
 
 
+@pytest.mark.parametrize("content", ['{"recipe": ', '{"a": 1}'], ids=["cut", "no result"])
+def test_a_result_that_cannot_be_read_is_named_and_stays_and_the_others_are_run(tmp_path: Path, content: str) -> None:
+    damaged = tmp_path / "results" / "smoke" / "cifar10-vgg16-erm-0.json"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text(content)
+    some = [*SOME, "--methods", "erm,amp", "--seeds", "0", "--workers", "1"]
+    shown = flatmin("reproduce", "table1", *some, *places(tmp_path))
+    assert shown.exit_code == 1, shown.output
+    assert "2 runs: 1 to be trained, 1 left alone, as their results cannot be read" in words(shown.stderr)
+    assert "cifar10-vgg16-erm-0.json is " in words(shown.stderr)
+    assert (damaged.parent / "cifar10-vgg16-amp-0.json").exists()
+    assert damaged.read_text() == content
+    assert not (tmp_path / "runs" / "smoke" / "cifar10-vgg16-erm-0").exists()
+    listed = flatmin("reproduce", "--list", "--protocol", "smoke", *places(tmp_path))
+    assert listed.exit_code == 0, listed.output
+    assert "cifar10-vgg16-erm-0.json is " in words(listed.stderr)
+
+
 def test_a_dry_run_lists_and_estimates_and_trains_nothing(tmp_path: Path) -> None:
     shown = flatmin("reproduce", "table1", *SOME, "--methods", "erm,amp", "--dry-run", *places(tmp_path))
     assert shown.exit_code == 0, shown.output
@@ -73,6 +91,20 @@ def test_a_dry_run_lists_and_estimates_and_trains_nothing(tmp_path: Path) -> Non
     assert "estimated from a few steps each" in words(shown.stderr)
     assert not (tmp_path / "results").exists()
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["reproduce", "tune", "compare"])
+def test_torchrun_is_refused_by_commands_that_train_many_models(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    what = ["table1", *SOME, *places(tmp_path)] if command == "reproduce" else ["--out", tmp_path / "out"]
+    data = [] if command == "reproduce" else ["--data", "digits"]
+    shown = flatmin(command, *what, *data)
+    assert shown.exit_code == 2, shown.output
+    assert "got 2 processes for a command that trains many models; leave out torchrun" in words(shown.stderr)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_plan_is_written_before_anything_runs(tmp_path: Path) -> None:

@@ -434,6 +434,8 @@ def test_evaluate_says_what_is_wrong(tmp_path: Path, trained: Path) -> None:
     copy.mkdir()
     (copy / "config.json").write_bytes((trained / "config.json").read_bytes())
     assert "no checkpoint yet" in words(flatmin("evaluate", copy).stderr)
+    (copy / "result.json").write_bytes((trained / "result.json").read_bytes())
+    assert "its checkpoints are gone; put them back" in words(flatmin("evaluate", copy).stderr)
     other = tmp_path / "other"
     flatmin(*FAST, "--seed", 1, "--out", other)
     newest = checkpoint.listed(trained)[0]

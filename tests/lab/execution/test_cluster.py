@@ -489,6 +489,15 @@ def test_a_run_that_every_worker_is_lost_with_fails_though_another_job_fills_the
     assert len(simulated.began) == MAX_ATTEMPTS
 
 
+def test_a_cluster_that_has_gone_is_not_reported_as_a_broken_pipe_alone(clock: Clock, tmp_path: Path) -> None:
+    def go(node: str, number: int) -> Iterator[Any]:
+        yield number, Note("it trains")
+        raise OSError("Broken pipe")  # as Ray raises it, without a number
+
+    with pytest.raises(RunError, match=r"the Ray cluster has gone \(Broken pipe\).*the same command resumes"):
+        simulate(clock, tmp_path, {"a": 1}, go)
+
+
 class StartingRay:
     """Ray whose first starts fail, as where another cluster takes its port."""
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +27,9 @@ from flatmin_lab.recipes.experiments.experiment import cell
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.report.columns import column_named
 from flatmin_lab.report.loader import read_result
-from flatmin_lab.runs import checkpoint
+from flatmin_lab.runs import checkpoint, result_store
 from flatmin_lab.runs.events import Event, Failed, Finished, Started, Stopped
+from flatmin_lab.runs.folder import RunFolder
 from flatmin_lab.runs.open_folder import open_run_folder
 from flatmin_lab.runs.result_store import ResultStore, curves_of
 from flatmin_lab.training.loop import config_of, train
@@ -139,6 +141,23 @@ def test_a_disk_that_fails_is_no_failure_of_the_run(
     assert isinstance(here(jobs, store)[0], Finished)
 
 
+def test_a_result_that_cannot_be_written_is_named_and_made_later_without_training_again(
+    store: ResultStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    job = Job(QUICK, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(result_store, "atomic_write", full)
+        (end,) = here([job], store).values()
+    assert isinstance(end, Failed)
+    assert end.later
+    assert f"{store.file(job)} could not be written: the disk is full; make room, and repeat the command" in end.what
+    monkeypatch.setattr(RunFolder, "save", None)  # it takes no step
+    assert isinstance(here([job], store)[0], Finished)
+
+
 def test_damaged_last_weights_are_not_measured_and_trained_again(store: ResultStore) -> None:
     """The weights of an epoch before must not be taken for the last ones, nor be lost."""
     recipe = replace(QUICK, epochs=2, method="erm", settings={})
@@ -157,6 +176,26 @@ def test_damaged_last_weights_are_not_measured_and_trained_again(store: ResultSt
     stored = json.loads(store.file(job).read_text())
     assert stored["test_nll"] == expected["test_nll"]
     assert stored["clean_train_nll"] < 10
+
+
+def test_a_finished_run_without_its_checkpoints_says_what_to_do_and_is_trained_again_once_it_is_deleted(
+    store: ResultStore,
+) -> None:
+    job = Job(QUICK, 0)
+    here([job], store)
+    before = store.file(job).read_text()
+    store.file(job).unlink()
+    for path in checkpoint.listed(store.folder(job)):
+        path.unlink()
+    (end,) = here([job], store).values()
+    assert isinstance(end, Failed)
+    assert end.later
+    assert "its checkpoints are gone" in end.what
+    assert "delete the folder, and the same command trains it again" in end.what
+    assert "--resume" not in end.what  # a flag of `train`
+    shutil.rmtree(store.folder(job))
+    assert isinstance(here([job], store)[0], Finished)
+    assert json.loads(store.file(job).read_text())["test_nll"] == json.loads(before)["test_nll"]
 
 
 def test_the_spectrum_confidence_and_outside_data_are_stored_as_the_report_reads_them(store: ResultStore) -> None:

@@ -135,7 +135,8 @@ class MatchedRadius:
         else, and for steps with `ascent=`, give them here.
         """
         self._check_alone()
-        if self._sums is None:
+        groups = self.optimizer.process_groups
+        if self._sums is None and not groups:
             return 1.0
         if self._lacks_losses and losses is None:
             raise ValueError(
@@ -143,13 +144,18 @@ class MatchedRadius:
                 "optimizer.step(losses=(loss, loss_perturbed)); with ascent=, or if the closure returns no tensor, "
                 "give their means since the last call: step(held_out_loss, losses=(loss, loss_perturbed))"
             )
+        if self._sums is None:  # other ranks may have had steps, as under join(): they wait for this one
+            home = self.optimizer.devices()[0]
+            self._sums = torch.zeros(4, dtype=_sum_dtype(home), device=home)
         if losses is not None:
             self._sums[:2] = self._sums[3] * self._sums.new_tensor([_number(loss) for loss in losses])
         held_out = self._sums.new_tensor([_number(held_out_loss)])
-        numbers = distributed.mean_of_ranks(torch.cat([self._sums, held_out]), self.optimizer.process_groups)
+        numbers = distributed.mean_of_ranks(torch.cat([self._sums, held_out]), groups)
         *sums, count, new = numbers.tolist()
         self._sums, self._lacks_losses = None, False
-        loss, perturbed, at_edge = (total / count if count else math.nan for total in sums)
+        if not count:
+            return 1.0
+        loss, perturbed, at_edge = (total / count for total in sums)
         factor = _factor(loss, perturbed, at_edge, new)
         added = self.radii[len(self.first) :]
         self.first += [max(self.first) if radius and self.optimizer.ball == "global" else radius for radius in added]

@@ -14,10 +14,10 @@ from typing import IO
 
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.execution.run_queue import RunExecutor, RunQueue, run_all
-from flatmin_lab.execution.runner import Run, RunOptions, RunTask, refusal
+from flatmin_lab.execution.runner import Run, RunOptions, RunTask, check_folder, refusal
 from flatmin_lab.execution.task_queue import Slot, Stop, WorkerLoss
 from flatmin_lab.runs.events import Event, Failed, Finished, RunError, Stopped
-from flatmin_lab.runs.open_folder import check, lock_folder
+from flatmin_lab.runs.open_folder import lock_folder
 from flatmin_lab.training.loop import config_of
 
 MAX_RUNS_PER_WORKER = 4  # that train together on a GPU: more gain little
@@ -38,6 +38,8 @@ def schedule_runs(
 class ClusterRunQueue(RunQueue):
     """Runs whose folders are locked here while workers train copies of them."""
 
+    after_losses = "look at that node's memory and disk"
+
     @cached_property
     def locks(self) -> dict[int, IO[bytes]]:
         return {}
@@ -56,7 +58,7 @@ class ClusterRunQueue(RunQueue):
         job, data = self.runs[number].job, self.datasets[self.data_name(number)]
         folder = self.options.store.folder(job)
         try:
-            check(folder, config_of(job.recipe, data, job.seed), resume=True)
+            check_folder(folder, config_of(job.recipe, data, job.seed))
             if number not in self.locks:
                 self.locks[number] = lock_folder(folder)
         except (ValueError, OSError, RunError) as error:
@@ -70,10 +72,6 @@ class ClusterRunQueue(RunQueue):
             yield from self.interrupt(number, task, WorkerLoss(node[:6], event.what), node)
         else:
             yield from super().receive_event(number, event, task, node)
-
-    def describe_losses(self, last: WorkerLoss) -> str:
-        way_out = "its last checkpoint is kept; look at that node's memory and disk, and try again with --retry"
-        return f"{super().describe_losses(last)}; {way_out}"
 
     def store(self, number: int, event: Finished | Failed | Stopped) -> None:
         super().store(number, event)

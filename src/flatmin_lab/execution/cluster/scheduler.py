@@ -66,6 +66,13 @@ class Scheduler(WorkerPool):
                 yield from self._ask_to_stop(queue)
                 for worker in self._ready_workers():
                     yield from self._receive(worker)
+        except OSError as error:
+            if error.errno is not None:  # of a file of ours; Ray's have none
+                raise
+            raise RunError(
+                f"the Ray cluster has gone ({error}): its head has ended, or Ray on this machine has; the same command "
+                "resumes once there is a cluster again"
+            ) from error
         finally:
             for worker in list(self.workers):
                 self.stop_worker(worker)

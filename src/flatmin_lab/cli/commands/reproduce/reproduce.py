@@ -122,7 +122,7 @@ def reproduce(
         store, console = ResultStore(results or above / "results", runs or above / "runs"), display.terminal()
         experiments_ = experiments_named(experiments or (EXPERIMENTS if list_ else ()), protocol or "paper")
         if list_:
-            reproduce_view.show_experiments(experiments_, store)
+            reproduce_view.show_experiments(experiments_, store, console)
             return
         narrowed = {"seeds": seeds, "methods": methods, "data": data, "models": models, "measure": measure}
         selection = select_runs(experiments_, store, planned=planned, plan=plan, protocol=protocol, **narrowed)
@@ -162,7 +162,7 @@ def reproduce(
             raise typer.Exit(exit_code(reason))
         for one in selection.measured:
             _cost(one, store, torch.device(there.device_here), data_dir, download, console)
-        if failed:
+        if failed or selection.damaged:
             raise typer.Exit(1)
 
 

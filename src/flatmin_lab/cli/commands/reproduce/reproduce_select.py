@@ -11,7 +11,7 @@ from flatmin_lab.recipes.experiments import EXPERIMENTS, Experiment, by_name
 from flatmin_lab.recipes.protocols import NAMES as PROTOCOLS
 from flatmin_lab.recipes.protocols import Protocol
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.runs.result_store import ResultStore, State
+from flatmin_lab.runs.result_store import DamagedResultError, ResultStore, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,7 @@ class Selection:
     experiments: Sequence[Experiment]
     runs: Sequence[Run]
     states: dict[tuple[str, int], State] = field(default_factory=dict)
+    damaged: dict[tuple[str, int], str] = field(default_factory=dict)  # why the results of these runs cannot be read
 
     @property
     def trained(self) -> list[Experiment]:
@@ -31,8 +32,9 @@ class Selection:
     def measured(self) -> list[Experiment]:
         return [experiment for experiment in self.experiments if not experiment.trials]
 
-    def state(self, job: Job) -> State:
-        return self.states[job.key]
+    def state(self, job: Job) -> State | None:
+        """None where its result cannot be read."""
+        return self.states.get(job.key)
 
     def due(self, *, retry: bool, limit: int | None) -> list[Run]:
         """The runs that are not done, in order; those that failed before only with `retry`."""
@@ -97,8 +99,22 @@ def select_runs(
         raise ValueError("none of these runs has that method, data, network and seed; name others, or leave them out")
     runs = _measured(runs, _words(measure, set(post_training.PARTS), "--measure") if measure else set())
     shown = experiments or [EXPERIMENTS["table1"](protocol) for protocol in PROTOCOLS if _has(runs, protocol)]
-    states = {run.job.key: store.state(run.job, run.parts) for run in runs}
-    return Selection(experiments=shown, runs=runs, states=states)
+    states, damaged = states_of(runs, store)
+    return Selection(experiments=shown, runs=runs, states=states, damaged=damaged)
+
+
+def states_of(
+    runs: Iterable[Run], store: ResultStore
+) -> tuple[dict[tuple[str, int], State], dict[tuple[str, int], str]]:
+    """How far each run is; and of those whose result cannot be read, why."""
+    states: dict[tuple[str, int], State] = {}
+    damaged: dict[tuple[str, int], str] = {}
+    for run in runs:
+        try:
+            states[run.job.key] = store.state(run.job, run.parts)
+        except DamagedResultError as error:
+            damaged[run.job.key] = str(error)
+    return states, damaged
 
 
 def _measured(runs: Sequence[Run], asked: set[str]) -> list[Run]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatmin_lab.cli import display
-from flatmin_lab.cli.commands.reproduce.reproduce_select import Selection
+from flatmin_lab.cli.commands.reproduce.reproduce_select import Selection, states_of
 from flatmin_lab.execution.runner import Run
 from flatmin_lab.recipes import paper_numbers
 from flatmin_lab.recipes.experiments import Experiment
@@ -23,11 +23,15 @@ from flatmin_lab.system.optional_deps import need
 SHOWN_TENTHS = 10  # a line is shown after each tenth of a run
 
 
-def show_experiments(experiments: Sequence[Experiment], store: ResultStore) -> None:
-    """All tables and figures, what is done, and what is missing."""
+def show_experiments(experiments: Sequence[Experiment], store: ResultStore, console: Console) -> None:
+    """All tables and figures, what is done, and what is missing, which includes results that cannot be read."""
     table = Table("", "what", "protocol", "runs", "done", "failed", "missing", box=None, pad_edge=False)
+    unreadable: dict[tuple[str, int], str] = {}
     for experiment in experiments:
-        states = Counter(store.state(job, experiment.parts) for job in experiment.jobs())
+        known, damaged = states_of([Run(job, experiment.parts) for job in experiment.jobs()], store)
+        unreadable |= damaged
+        states = Counter(known.values())
+        states["missing"] += len(damaged)
         if not experiment.trials:
             states["done" if store.costs(experiment.protocol) else "missing"] += 1
         missing = states.total() - states["done"] - states["failed"]
@@ -41,6 +45,13 @@ def show_experiments(experiments: Sequence[Experiment], store: ResultStore) -> N
             str(missing or ""),
         )
     wide().print(table)
+    show_damaged(console, unreadable)
+
+
+def show_damaged(console: Console, damaged: Mapping[tuple[str, int], str]) -> None:
+    """The results that cannot be read: their runs are left alone."""
+    for why in damaged.values():
+        display.say(console, f"note: {why}", style="yellow")
 
 
 def show_states(console: Console, selection: Selection, *, retry: bool) -> None:
@@ -53,9 +64,11 @@ def show_states(console: Console, selection: Selection, *, retry: bool) -> None:
         "failed": f"failed before ({'retried now' if retry else 'retry with --retry'})",
         "without weights": "done, but their weights are not in --runs (to measure them, name the folder they are in)",
     }
-    said = ", ".join(f"{count[state]} {text}" for state, text in words.items() if count[state])
+    said = [f"{count[state]} {text}" for state, text in words.items() if count[state]]
+    said += [f"{len(selection.damaged)} left alone, as their results cannot be read"] if selection.damaged else []
     if selection.runs:
-        display.say(console, f"{len(selection.runs)} run{'s' if len(selection.runs) > 1 else ''}: {said}")
+        display.say(console, f"{len(selection.runs)} run{'s' if len(selection.runs) > 1 else ''}: {', '.join(said)}")
+    show_damaged(console, selection.damaged)
 
 
 def duration_text(seconds: float) -> str:
