@@ -12,7 +12,7 @@ import torch
 from flatmin.comparison.contenders import Contender, contenders_for
 from flatmin.comparison.held_out import check_can_measure, measures_before_training
 from flatmin.comparison.outcome import Outcome, read_outcome, write_whole
-from flatmin.comparison.train_contender import Start, fingerprint, own_radius, train_contender
+from flatmin.comparison.train_contender import Start, batch_count, can_match, fingerprint, own_radius, train_contender
 from flatmin.comparison.verdict import (
     PERCENT,
     WORTH,
@@ -27,6 +27,7 @@ from flatmin.comparison.verdict import (
 from flatmin.doctor import Finding, MakeTraining, examine, has_error
 from flatmin.doctor.training import preserve_generators
 from flatmin.doctor.user_training import UserTraining, call
+from flatmin.optim.radius import RadiusSchedule
 from flatmin.optim.wrapper import whole_number
 
 SETTINGS = "settings.json"
@@ -94,6 +95,7 @@ def compare(
     seeds: int = 3,
     minutes: float | None = None,
     radii: Sequence[float] | None = None,
+    start: float = 0.0,
     measure: str | None = None,
     worth: float = WORTH,
     evaluations: int = EVALUATIONS,
@@ -110,6 +112,7 @@ def compare(
     minutes        run only as many of the seeds as fit into this time
     radii          AMP's radii; by default 0.03, 0.1 and 0.3, or if make_training returns a flatmin.AMP, its own, a
                    third of it, and three times it
+    start          AMP perturbs only from this share of a run on: 0.75 is its last quarter, at 1.25 times the cost
     measure        what decides; by default the error on held-out data, or the first number that `evaluate` returns
     worth          the smallest gain worth having, as a share of the plain optimizer's measure
     evaluations    how often each run is evaluated, for its curve; only the last epoch decides
@@ -126,7 +129,7 @@ def compare(
     with preserve_generators():
         training = call(make_training, 0)
         check_can_measure(training)
-        plan = _Plan(training, epochs, radii, evaluations)
+        plan = _Plan(training, epochs, radii, evaluations, start)
         device = next((p.device for p in training.model.parameters()), None)
         settings = plan.settings(training)
         store = _check_store(out, settings)
@@ -146,7 +149,12 @@ def compare(
 
 class _Plan:
     def __init__(
-        self, training: UserTraining, epochs: int | None, radii: Sequence[float] | None, evaluations: int
+        self,
+        training: UserTraining,
+        epochs: int | None,
+        radii: Sequence[float] | None,
+        evaluations: int,
+        start: float,
     ) -> None:
         if (epochs := training.epochs if epochs is None else epochs) is None:
             raise ValueError(
@@ -154,28 +162,22 @@ class _Plan:
                 + (" (without batches an epoch is one step)" if training.batches is None else "")
             )
         self.epochs, self.evaluations = whole_number("epochs", epochs, least=1), evaluations
+        self.start = RadiusSchedule(start=start).start
         own, passes = own_radius(training)
-        auto = training.radius_data is not None and self.epochs > 1  # after one epoch there is nothing to match
-        self.contenders = contenders_for(radii, own=own, auto=auto, passes=passes)
+        auto = training.radius_data is not None and can_match(self.epochs, start)
+        self.contenders = contenders_for(radii, own=own, auto=auto, passes=1 + (passes - 1) * (1 - start))
 
     def settings(self, training: UserTraining) -> dict[str, Any]:
         """What must be the same for outcomes to be compared, as far as it is known before training."""
         return {
             "passes": max(contender.passes for contender in self.contenders),
-            "batches": _length(training.batches),
+            "start": self.start,
+            "batches": batch_count(training.batches),
             "epochs": self.epochs,
             "contenders": [contender.key for contender in self.contenders],
             "evaluations": self.evaluations,
             "weights and optimizer": fingerprint(training),
         }
-
-
-def _length(batches: object) -> int | None:
-    """None if it is not known: a DataLoader of an IterableDataset has a `__len__` that raises."""
-    try:
-        return len(batches)  # type: ignore[arg-type]
-    except TypeError:
-        return None
 
 
 def _check_store(out: str | Path | None, settings: dict[str, Any]) -> Path | None:
@@ -188,7 +190,7 @@ def _check_store(out: str | Path | None, settings: dict[str, Any]) -> Path | Non
     path = folder / SETTINGS
     if path.exists():
         try:
-            before = json.loads(path.read_text())
+            before = {"start": 0.0, **json.loads(path.read_text())}  # which an earlier version did not write
         except ValueError as error:
             raise ValueError(f"{path} is damaged ({error}); choose another folder, or delete this one") from error
         changed = [name for name in settings if before.get(name) != settings[name]]
@@ -256,6 +258,7 @@ class _Run:
                     seed,
                     epochs=plan.epochs,
                     evaluations=plan.evaluations,
+                    perturbed_from=plan.start,
                     start=self._start,
                 )
                 if self.store is not None:

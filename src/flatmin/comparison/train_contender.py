@@ -2,12 +2,13 @@
 
 All contenders of a seed start from the same weights and see the same batches: batches are drawn from one stream of
 random numbers and the model's masks from another, so more passes do not change the batches. In a longer run the
-schedule is stretched: it takes as many steps as in the plain run, each of them later.
+schedule is stretched: it takes as many steps as in the plain run, each of them later. If AMP starts late, it perturbs
+nothing before that.
 """
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from numbers import Number
@@ -28,11 +29,9 @@ from flatmin.doctor.training import preserve_generators
 from flatmin.doctor.user_training import MakeTraining, UserTraining, call
 from flatmin.optim.amp import AMP
 from flatmin.optim.perturbed import PerturbedOptimizer
-from flatmin.optim.radius import MatchedRadius, RadiusScheduler
-from flatmin.optim.radius.schedule import radii_of, scale_radii
+from flatmin.optim.radius import FIRST_RADIUS, MatchedRadius, RadiusSchedule, RadiusScheduler, radii_of, scale_radii
 
-FIRST_RADIUS = 0.1  # where a radius found while training starts
-MATCHED_UNTIL = 0.6  # of the run
+MATCHED_UNTIL = 0.6  # of the perturbed part of the run
 
 
 class Start:
@@ -55,15 +54,22 @@ class Start:
 
 
 def train_contender(
-    make_training: MakeTraining, contender: Contender, seed: int, *, epochs: int, evaluations: int, start: Start
+    make_training: MakeTraining,
+    contender: Contender,
+    seed: int,
+    *,
+    epochs: int,
+    evaluations: int,
+    perturbed_from: float = 0.0,
+    start: Start,
 ) -> Outcome:
-    """Train it from scratch, and return the result."""
+    """Train it from scratch, and return the result. Steps before `perturbed_from`, a share of the run, are plain."""
     began = time.perf_counter()
     with preserve_generators():
         training = call(make_training, seed)
         start.check(training)
         optimizer = wrap(training, contender)
-        loop = _Loop(training, optimizer, contender, seed)
+        loop = _Loop(training, optimizer, contender, seed, perturbed_from)
         curve, measured = loop.run(epochs, evaluations)
         start.remember(training)
     failed = measured.failure()
@@ -110,7 +116,7 @@ def _check_schedulers(training: UserTraining) -> None:
         if isinstance(scheduler, RadiusScheduler):
             raise ValueError(
                 "a comparison sets the radius itself, and a RadiusScheduler would reset it; leave it out of "
-                "make_training (flatmin compare --data has --start and --every)"
+                "make_training, and for a late start give start=, --start (--every is for flatmin compare --data)"
             )
 
 
@@ -139,6 +145,14 @@ def _summed_weights(training: UserTraining) -> bytes:
     state = {name: value for name, value in training.model.state_dict().items() if isinstance(value, Tensor)}
     totals = {name: plain(value).cpu().double().sum().item() for name, value in state.items()}
     return "".join(f"{name} {tuple(value.shape)} {totals[name]:.9g}" for name, value in state.items()).encode()
+
+
+def batch_count(batches: object) -> int | None:
+    """None if it is not known: a DataLoader of an IterableDataset has a `__len__` that raises."""
+    try:
+        return len(batches)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 class _Stream:
@@ -173,13 +187,44 @@ class _States:
             set_random_state(device, state)
 
 
+class _LateRadius:
+    """The radius of the next step: 0 before the start, then all of it. It counts steps, or epochs of unknown length."""
+
+    def __init__(self, optimizer: AMP, start: float) -> None:
+        self._optimizer, self._schedule = optimizer, RadiusSchedule(start=start)
+        self.radii = radii_of(optimizer)
+
+    def set_radii(self, radii: Sequence[float]) -> None:
+        self.radii = list(radii)
+
+    def begin_step(self, now: int, total: int) -> None:
+        scale_radii(self._optimizer, self.radii, self._schedule.share(now, total))
+
+
+def can_match(epochs: int, perturbed_from: float) -> bool:
+    """Does an epoch with perturbed steps end before the radius has to be found?
+
+    >>> can_match(1, 0.0), can_match(2, 0.0), can_match(4, 0.75), can_match(20, 0.75)
+    (False, True, False, True)
+    """
+    return int(_matched_until(perturbed_from) * epochs) > perturbed_from * epochs
+
+
+def _matched_until(perturbed_from: float) -> float:
+    return perturbed_from + MATCHED_UNTIL * (1 - perturbed_from)
+
+
 class _Loop:
-    def __init__(self, training: UserTraining, optimizer: AMP, contender: Contender, seed: int) -> None:
+    def __init__(
+        self, training: UserTraining, optimizer: AMP, contender: Contender, seed: int, perturbed_from: float
+    ) -> None:
         self.training, self.optimizer, self.length = training, optimizer, contender.length
+        self._late = _LateRadius(optimizer, perturbed_from) if perturbed_from else None
+        self._matched_until = _matched_until(perturbed_from)
         devices = [device for device in optimizer.devices() if device.type != "cpu"]
         self._batches = _Stream(2 * seed + 1, devices)
         seed_everything(2 * seed)
-        self._radius = MatchedRadius(optimizer) if contender.key == AUTO else None
+        self._radius = MatchedRadius(optimizer, scheduler=self._late) if contender.key == AUTO else None
         self._steps = self._stepped = self._epochs = self._epochs_stepped = 0
         self._loss: Tensor | None = None
         self._losses = 0
@@ -190,8 +235,8 @@ class _Loop:
         due = {round(total * (n + 1) / count) for n in range(count)}
         curve: list[dict[str, float]] = []
         for epoch in range(1, total + 1):
-            self._epoch()
-            if self._radius is not None and epoch <= MATCHED_UNTIL * total:
+            self._epoch(total)
+            if self._radius is not None and epoch <= self._matched_until * total:
                 self._match()
             if epoch in due:
                 measured = measure(self.training)
@@ -201,14 +246,18 @@ class _Loop:
                     break
         return curve, measured
 
-    def _epoch(self) -> None:
+    def _epoch(self, epochs: int) -> None:
         closures, count = self.training.closures(), 0
+        length = batch_count(self.training.batches)
         while True:
             with self._batches.active():
                 closure = next(closures, None)
             if closure is None:
                 break
             count += 1
+            if self._late is not None:
+                now, total = (self._epochs, epochs) if length is None else (self._steps, epochs * length)
+                self._late.begin_step(now, total)
             with during("optimizer.step(closure)"):
                 self._step(closure)
         self._epochs += 1

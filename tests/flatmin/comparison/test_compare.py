@@ -4,6 +4,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -518,6 +519,76 @@ def test_a_radius_scheduler_is_refused() -> None:
 
     with pytest.raises(ValueError, match="a RadiusScheduler would reset it"):
         compare(late, radii=[0.1])
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_late_start_leaves_the_steps_before_it_plain(known: bool) -> None:
+    """Steps are counted, or epochs where their length is not known; plain training runs for as long as that takes."""
+    passes: list[list[int]] = []
+
+    def counted() -> dict[str, Any]:
+        made = own()
+        calls: list[int] = []
+        passes.append(calls)
+
+        def closure(x: Tensor, y: Tensor) -> Tensor:
+            calls.append(len(own.batches[-1]))
+            loss: Tensor = made["closure"](x, y)
+            return loss
+
+        loader = made["batches"]
+        return {**made, "closure": closure, "batches": loader if known else lambda: iter(list(loader))}
+
+    own = Own(epochs=4)
+    found = compare(counted, start=0.75)
+    assert [one.name for one in found.contenders] == ["plain", "plain, 1.25 times as long", "AMP, ε = 0.1"]
+    assert [one.passes for one in found.contenders] == [1, 1.25, 1.25]
+    assert [len(calls) for calls in passes[1:]] == [16, 20, 12 + 2 * 4]
+    late, plain = own.models[3], own.models[1]
+    assert not all(torch.equal(a, b) for a, b in zip(late.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_late_start_is_a_loop_by_hand_with_a_radius_scheduler() -> None:
+    """To the last bit, without dropout; of 12 steps the last 3 are perturbed, which is less than an epoch."""
+    own = Own()
+
+    def without_dropout() -> dict[str, Any]:
+        made = own()
+        made["model"][2].p = 0.0
+        return made
+
+    compare(without_dropout, start=0.75)
+    trained, batches = own.models[3], own.batches[3]
+    torch.manual_seed(0)
+    by_hand = without_dropout()
+    optimizer = flatmin.AMP(by_hand["optimizer"], epsilon=0.1, model=by_hand["model"])
+    late = flatmin.RadiusScheduler(optimizer, 12, start=0.75)
+    perturbed = 0
+    for number, x in enumerate(batches):
+        perturbed += optimizer.perturbs
+        optimizer.step(partial(by_hand["closure"], x, (x @ CENTRES.T).argmax(1)))
+        late.step()
+        if number % 4 == 3:
+            by_hand["scheduler"].step()
+    assert perturbed == 3
+    for ours, theirs in zip(trained.parameters(), by_hand["model"].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_radius_is_found_late_if_there_are_epochs_for_it() -> None:
+    data = {"radius_data": [(X[64:80], Y[64:80])], "held_out": [(X[80:], Y[80:])]}
+    assert compare(Own(epochs=8, **data), start=0.5).contenders[-1].name == "AMP, ε found while training"
+    assert compare(Own(epochs=3, **data), start=0.75).contenders[-1].name == "AMP, ε = 0.1"
+
+
+def test_another_start_is_another_comparison(tmp_path: Path) -> None:
+    compare(Own(), out=tmp_path, start=0.5)
+    with pytest.raises(ValueError, match=r"its passes was 1.5 and is now 2"):
+        compare(Own(), out=tmp_path)
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    assert settings["start"] == 0.5
+    with pytest.raises(ValueError, match=r"start must be a share of the training, at least 0 and below 1, got 1"):
+        compare(Own(), start=1)
 
 
 def test_a_curve_has_finite_numbers_alone() -> None:

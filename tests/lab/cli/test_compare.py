@@ -132,16 +132,16 @@ def test_requests_that_make_no_sense_are_refused(flags: list[object], message: s
 
 
 def test_a_training_of_ones_own_has_the_same_table_page_and_file(own: Path, tmp_path: Path) -> None:
-    asked = ["compare", f"{own}:make_training", "--seeds", 2, "--radii", "0.1", "--out", tmp_path / "out"]
+    asked = ["compare", f"{own}:make_training", "--start", 0.5, "--seeds", 2, "--radii", 0.1, "--out", tmp_path / "out"]
     done = flatmin(*asked, "--measure", "nll")
     assert done.exit_code == 0, done.output
     content = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert done.stdout.splitlines()[-1] == content["sentence"]
     assert content["measure"] == "nll"
     assert [one["key"] for one in content["contenders"]] == ["plain", "plain-longer", "amp-0.1"]
-    assert content[
-        "command"
-    ] == f"flatmin compare {own}:make_training --seeds 2 --radii 0.1 --measure nll --out " + str(tmp_path / "out")
+    assert [one["passes"] for one in content["contenders"]] == [1, 1.5, 1.5]
+    flags = f"--start 0.5 --seeds 2 --radii 0.1 --measure nll --out {tmp_path / 'out'}"
+    assert content["command"] == f"flatmin compare {own}:make_training {flags}"
     assert "seed 1  AMP, ε = 0.1: error" in done.stderr
     assert (tmp_path / "out" / "comparison.html").exists()
     again = flatmin(*asked, "--measure", "nll")

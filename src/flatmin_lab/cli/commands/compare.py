@@ -61,14 +61,8 @@ from flatmin_lab.system.user_code import UserCodeError, is_user_code, load_funct
 HOW = "Execution"
 COMPARISONS = Path("comparisons")
 PAGE = "comparison.html"
-OF_BOTH = (
-    "epochs",
-    "seeds",
-    "minutes",
-    "measure",
-    "radii",
-    "out",
-)  # flags that also apply to the user's own training code
+# flags that also apply to the user's own training code
+OF_BOTH = ("epochs", "start", "seeds", "minutes", "measure", "radii", "out")
 
 
 @recipe_options(
@@ -129,8 +123,8 @@ def compare(
         console = display.terminal()
         if training is not None:
             _check_own(training, of_lab)
-            command = _command({"": training, "epochs": flags["epochs"], **given})
-            content, folder = _compare_own(training, flags["epochs"], given, chosen, command, console)
+            own = {"epochs": flags["epochs"], "start": flags["start"], **given}
+            content, folder = _compare_own(training, own, chosen, _command({"": training, **own}), console)
             reason = None
         else:
             command = _command({**of_lab, **given, "data_dir": None if data_dir == DEFAULT_DATA_DIR else data_dir})
@@ -253,7 +247,6 @@ def _check_own(training: str, flags: Mapping[str, Any]) -> None:
 
 def _compare_own(
     training: str,
-    epochs: int | None,
     given: Mapping[str, Any],
     radii: Iterable[float] | None,
     command: str,
@@ -277,7 +270,8 @@ def _compare_own(
         try:
             found = flatmin.compare(
                 make_training,
-                epochs=epochs,
+                epochs=given["epochs"],
+                start=given["start"] or 0.0,
                 seeds=given["seeds"],
                 minutes=given["minutes"],
                 radii=chosen,
