@@ -75,13 +75,18 @@ def losses_of(method: str, network: str, *, device: str = "cpu", steps: int = 5,
     return [before, plain()]
 
 
-LARGE = ("preactresnet18", "preactresnet34", "preactresnet50", "vgg16")  # seconds: `make test` has them with ERM alone
+LARGE = ("preactresnet18", "vgg16")  # seconds: `make test` has them with ERM alone
+DEEPER = ("preactresnet34", "preactresnet50")  # of the blocks of others: `make test-all` has them
 
 
 @pytest.mark.parametrize(
     ("method", "network"),
     [
-        pytest.param(method, network, marks=pytest.mark.full if network in LARGE and method != "erm" else ())
+        pytest.param(
+            method,
+            network,
+            marks=pytest.mark.full if network in DEEPER or (network in LARGE and method != "erm") else (),
+        )
         for network in NETWORKS
         for method in METHODS
     ],
