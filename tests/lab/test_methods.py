@@ -76,7 +76,7 @@ def losses_of(method: str, network: str, *, device: str = "cpu", steps: int = 5,
 
 
 LARGE = ("preactresnet18", "vgg16")  # seconds: `make test` has them with ERM alone
-DEEPER = ("preactresnet34", "preactresnet50")  # of the blocks of others: `make test-all` has them
+DEEPER = ("preactresnet34", "preactresnet50")  # seconds more: `make test-all` has them
 
 
 @pytest.mark.parametrize(
