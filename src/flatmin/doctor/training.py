@@ -25,7 +25,7 @@ from flatmin.doctor.user_training import MakeTraining, call
 from flatmin.optim.amp import AMP
 from flatmin.optim.grad_scaler import forget_unscaled
 from flatmin.optim.perturbed import PerturbedOptimizer
-from flatmin.optim.radius import RadiusScheduler, radii_of, scale_radii
+from flatmin.optim.radius import radii_of, scale_radii
 
 EPSILON = 0.1  # for an optimizer that is not wrapped yet
 SEED = 0
@@ -118,18 +118,11 @@ def new_training(make_training: MakeTraining) -> Training:
         if was_plain := not isinstance(optimizer, PerturbedOptimizer):
             optimizer = AMP(optimizer, epsilon=EPSILON, model=model)
         wrapped = optimizer.behind_proxy()
-    starts_late = wrapped.inner_iter > 0 and not wrapped.perturbs and bool(wrapped.defaults["epsilon"])
-    if starts_late:
-        _start(wrapped)
+    starts_late = wrapped.inner_iter > 0 and not wrapped.perturbs and any(wrapped.scheduled_radii)
+    if starts_late:  # make_training may have dropped its scheduler
+        scale_radii(wrapped, wrapped.scheduled_radii, 1.0)
     in_use = scaler if scaler is not None and scaler.is_enabled() else None
     return Training(model, wrapped, closure, in_use, was_plain=was_plain, starts_late=starts_late)
-
-
-def _start(optimizer: PerturbedOptimizer) -> None:
-    """Give each group the radius that its schedule, which make_training may have dropped, grows to."""
-    schedulers = (one for one in optimizer.group_watchers() if isinstance(one, RadiusScheduler))
-    given = [optimizer.defaults["epsilon"] for _ in optimizer.param_groups]
-    scale_radii(optimizer, next((one.radii for one in schedulers), given), 1.0)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ they search, `fit_loop.run` brings this one back.) A step is then
 Lightning, its callbacks and its loggers see θ, once per step. RMP needs no clean pass, but gets one for their sake.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -107,6 +108,7 @@ class FlatMinima(pl.Callback):
         self._logs: list[StepLog] = []
         self._radii: list[ScheduledRadius] = []  # one per optimizer, if there is a schedule
         self._matched: list[MatchedRadius] = []  # one per optimizer, if ε is automatic
+        self._was_matched = False
         self._matched_states: list[dict[str, Any]] = []  # of a checkpoint, until there are optimizers
         self.monitor = monitor
         self.schedule = RadiusSchedule(start=start, growth=growth, every=every)
@@ -138,6 +140,7 @@ class FlatMinima(pl.Callback):
         self.epsilon, self.method, self.settings = epsilon, method, settings
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._matched = []
         if _has_tuner(trainer):  # it searches in its on_fit_start: ours comes first, and wraps the optimizers
             others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
             trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
@@ -168,7 +171,10 @@ class FlatMinima(pl.Callback):
                 'epsilon="auto" takes the losses of the passes that the trainer runs, but this module optimises '
                 "manually; give epsilon a number, and adjust it with a flatmin.MatchedRadius in the module"
             )
-        self._matched = [MatchedRadius(optimizer._optimizer) for optimizer in optimizers]
+        self._matched, self._was_matched = [MatchedRadius(optimizer._optimizer) for optimizer in optimizers], False
+        self._load_matched()
+
+    def _load_matched(self) -> None:
         for matched, state in zip(self._matched, self._matched_states, strict=False):
             matched.load_state_dict(state)
         self._matched_states = []
@@ -178,6 +184,7 @@ class FlatMinima(pl.Callback):
             loss = validation_loss(trainer.callback_metrics, self.monitor)
             for matched in self._matched:
                 matched.step(loss)
+            self._was_matched = True
 
     # not a state_dict(): with one, Lightning refuses a second callback in its own words
 
@@ -191,6 +198,8 @@ class FlatMinima(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         self._matched_states = checkpoint.get(MATCHED, [])
+        if self._matched:  # a tuner's search has ended; or a strategy that loads only now
+            self._load_matched()
 
     def _open_logs(self, trainer: pl.Trainer) -> None:
         self._close_logs()  # of a tuner's trial that was aborted
@@ -208,6 +217,13 @@ class FlatMinima(pl.Callback):
             self._logs.pop().close()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._matched and not self._was_matched:
+            warnings.warn(
+                'epsilon="auto" has adjusted nothing, because there was no validation during this training; validate '
+                "more often (check_val_every_n_epoch, val_check_interval)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self._end_training()
 
     def _end_training(self) -> None:
@@ -369,6 +385,8 @@ class PerturbedOptimizer(LightningOptimizer):
         """
         if kwargs:
             raise TypeError(f"step() under FlatMinima takes a closure, or losses=, got {', '.join(kwargs)}")
+        if closure is not None and losses is not None:
+            raise TypeError("losses= is for a step after perturbed() blocks; a closure returns its loss: leave it out")
         if closure is None and self._optimizer.only_makes_state():  # a sharded checkpoint is being loaded
             return self._optimizer.step()
         self._on_before_step()

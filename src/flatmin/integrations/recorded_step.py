@@ -35,8 +35,11 @@ class RecordedStep:
         self._before_loss = before_loss
         self._losses: list[tuple[nn.Module, Any, Any]] = []  # model, inputs, num_items_in_batch
         self._other_backwards = 0
+        self._clean_loss: Tensor | None = None
+        self.result: Tensor  # of `training_step` at θ, which need not be the loss
 
-    def run(self, *arguments: Any) -> Tensor:
+    def run(self, *arguments: Any) -> Tensor | None:
+        """All of `training_step`, at θ; returns the loss that its backward pass started from."""
         trainer = self._trainer
         compute_loss, backward = trainer.compute_loss, trainer.accelerator.backward
 
@@ -46,17 +49,22 @@ class RecordedStep:
                 self._before_loss()
             return compute_loss(model, inputs, *rest, **named)
 
-        def counted_backward(*rest: Any, **named: Any) -> None:
-            self._other_backwards += not _called_within(Trainer.training_step, until=RecordedStep.run.__code__)
-            backward(*rest, **named)
+        def counted_backward(loss: Tensor, *rest: Any, **named: Any) -> None:
+            if _called_within(Trainer.training_step, until=RecordedStep.run.__code__):
+                self._clean_loss = loss.detach()
+            else:
+                self._other_backwards += 1
+            backward(loss, *rest, **named)
 
         with (
             _replaced(trainer, "compute_loss", recorded_loss),
             _replaced(trainer.accelerator, "backward", counted_backward),
         ):
-            return self._training_step(*arguments)
+            self.result = self._training_step(*arguments)
+        return self._clean_loss
 
     def replay(self) -> Tensor:
+        """Loss and backward at θ + Δ; returns the loss."""
         self._check()
         trainer = self._trainer
         ((model, inputs, num_items_in_batch),) = self._losses

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flatmin.core.random_state import RandomStates
 from flatmin.optim.perturbed import PerturbedOptimizer
-from flatmin.optim.telemetry.step_info import mean_loss
+from flatmin.optim.telemetry.step_info import mean_of
 
 
 class RandomState(AbstractContextManager["RandomState"]):
@@ -69,11 +69,16 @@ class Replay:
 def note_losses(
     optimizer: PerturbedOptimizer, passes: Sequence[Replay], perturbed: Sequence[Tensor | None], *, shares: bool = False
 ) -> None:
-    """Tell the optimizer the losses of a step, from those of its micro-batches at θ and in the last block.
+    """Tell the optimizer the losses of a step: those of its micro-batches at θ and in the last block, where both are.
 
     With `shares`, each micro-batch's loss is its share of the step's.
     """
-    found = [mean_loss(losses, optimizer.devices()[0]) for losses in ([one.clean_loss for one in passes], perturbed)]
-    if passes and found[0] is not None and found[1] is not None:
-        count = len(passes) if shares else 1
-        optimizer.note_losses(count * found[0], count * found[1])
+    both = [(one.clean_loss, loss) for one, loss in zip(passes, perturbed, strict=True)]
+    known = [(clean, loss) for clean, loss in both if clean is not None and loss is not None]
+    if len(known) == 1:
+        optimizer.note_losses(*known[0])
+    elif known and len({loss.shape for pair in known for loss in pair}) == 1:
+        home = optimizer.devices()[0]
+        clean, last = (mean_of([pair[place] for pair in known], home) for place in (0, 1))
+        count = len(known) if shares else 1
+        optimizer.note_losses(*((clean, last) if count == 1 else (count * clean, count * last)))

@@ -90,8 +90,6 @@ class AMPTrainer(Trainer):
         check_strategy(self.accelerator)
         if self._schedule.moves:
             self.add_callback(_AfterStep(self._end_step))
-        if self._is_auto:
-            self.add_callback(_AfterEvaluation(self._match))
 
     @staticmethod
     def _check_settings(given: Optimizer | None, settings: dict[str, Any], perturb: object) -> None:
@@ -176,12 +174,12 @@ class AMPTrainer(Trainer):
                 self._step_log.close()
                 self._step_log = None
 
-    def _match(self, metrics: dict[str, float]) -> None:
-        """After an evaluation within the training; one of several data sets may be another's than `monitor` names."""
-        if self._matched is None or not self.is_in_train:
-            return
-        if self._monitor in metrics or not isinstance(self.eval_dataset, dict):
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """The Trainer's own evaluations during a training, of all data sets; those of callbacks do not come here."""
+        metrics: dict[str, float] = super()._evaluate(*args, **kwargs)
+        if self._matched is not None:
             self._matched.step(validation_loss(metrics, self._monitor))
+        return metrics
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -210,8 +208,8 @@ class AMPTrainer(Trainer):
             self._radius.begin_step(self.state.global_step, self.state.max_steps)
         recorded = RecordedStep(self, super().training_step, before_loss=self._window.record_random_state)
         # each loss is divided by the number of micro-batches, or by that of all tokens of the window
-        clean = partial(recorded.run, model, inputs, num_items_in_batch)
-        return self._window.run(clean, again=recorded.replay, shares=True)
+        self._window.run(partial(recorded.run, model, inputs, num_items_in_batch), again=recorded.replay, shares=True)
+        return recorded.result
 
 
 class _AfterStep(TrainerCallback):  # type: ignore[misc]
@@ -222,16 +220,6 @@ class _AfterStep(TrainerCallback):  # type: ignore[misc]
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._call()
-
-
-class _AfterEvaluation(TrainerCallback):  # type: ignore[misc]
-    """Calls a function with the metrics of each evaluation."""
-
-    def __init__(self, call: Callable[[dict[str, float]], None]) -> None:
-        self._call = call
-
-    def on_evaluate(self, *_: Any, metrics: dict[str, float], **__: Any) -> None:
-        self._call(metrics)
 
 
 def _settings_of(method: type[AMP] | type[RMP]) -> set[str]:

@@ -324,12 +324,11 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 self._check_ascent(closure, ascent)
             if losses is not None:
                 self._check_losses(closure, losses)
-                self.note_losses(*losses)
             result = None
             if from_scaler and self._scaler_of_blocks is None:
-                self._step_from_scaler(closure)
+                self._step_from_scaler(closure, losses)
             else:
-                result = self._step(closure, scaler, ascent)
+                result = self._step(closure, scaler, ascent, losses)
             if closure is None and self._pass_start is not None:
                 self._pass_start.step_ends()
             self._has_stepped = True
@@ -339,11 +338,17 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 vars(self).pop(left_by_the_scaler, None)
             raise
 
-    def _step(self, closure: Closure | Closures | None, scaler: GradScaler | None, ascent: Closure | None) -> Any:
+    def _step(
+        self,
+        closure: Closure | Closures | None,
+        scaler: GradScaler | None,
+        ascent: Closure | None,
+        losses: tuple[Tensor, Tensor] | None,
+    ) -> Any:
         if self._in_a_pass:
             raise RuntimeError("step() was called inside a pass: leave the perturbed() block, or the closure, first")
         if closure is None:
-            self._step_after_blocks(scaler)
+            self._step_after_blocks(scaler, losses)
             return None
         if self._blocks:
             raise RuntimeError(
@@ -360,8 +365,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         with self._pass(undo=self._at_start):
             first, latest = self._run(closure, scaler, ascent)
             self._return_to_theta(as_drawn=ascent is not None)
-        losses = [r.detach() if type(r) is Tensor else detached_loss(r) for r in (first, latest)]
-        self._step_base(scaler, loss=losses[0] if ascent is None else None, loss_perturbed=losses[1])
+        found = [r.detach() if type(r) is Tensor else detached_loss(r) for r in (first, latest)]
+        self._step_base(scaler, loss=found[0] if ascent is None else None, loss_perturbed=found[1])
         return first if ascent is None else latest
 
     def _run(self, closure: Closure, scaler: GradScaler | None, ascent: Closure | None = None) -> tuple[Any, Any]:
@@ -500,7 +505,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 "for every block, then optimizer.step(scaler=scaler)"
             )
 
-    def _step_after_blocks(self, scaler: GradScaler | None) -> None:
+    def _step_after_blocks(self, scaler: GradScaler | None, losses: tuple[Tensor, Tensor] | None) -> None:
         idle = not self.perturbs
         if self._blocks == 0 and not idle and not self.only_makes_state():
             raise TypeError(
@@ -514,6 +519,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 f"got {self._blocks}; run the rest, or call zero_grad() to start over"
             )
         self._check_same_scaler(scaler)
+        if losses is not None:
+            self.note_losses(*losses)
         if idle or self._blocks == 0:
             self._step_plainly(None, scaler)
         else:
@@ -596,7 +603,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         finally:
             self.forget_step()
         self._is_new = False
-        self.last = Last(skipped=measured.skipped, **measured.numbers, **losses)
+        self.last = Last(skipped=measured.skipped, **{**measured.numbers, **losses})
 
     def _step_plainly(self, closure: Closure | None, scaler: GradScaler | None, *, skip: Tensor | None = None) -> Any:
         """N = 0 or ε = 0: the base optimizer itself. `skip`: for a scaler that has not seen all gradients."""
@@ -640,7 +647,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     # ---- calls and their arguments
 
-    def _step_from_scaler(self, closure: Closure | Closures | None) -> None:
+    def _step_from_scaler(self, closure: Closure | Closures | None, losses: tuple[Tensor, Tensor] | None) -> None:
         """`scaler.step(optimizer)` without blocks before it: the base's own step, if nothing is perturbed."""
         if closure is not None:
             raise TypeError(
@@ -652,6 +659,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 "scaler.step(optimizer) must follow perturbed() blocks that had the scaler, but there were none; write "
                 "`with optimizer.perturbed(scaler=scaler):`, or optimizer.step(closure, scaler=scaler)"
             )
+        if losses is not None:
+            self.note_losses(*losses)
         noted = self._measured.numbers.get("loss")
         self.forget_step()
         step_with_grad_scale(self.base, self.grad_scale, self.found_inf)

@@ -7,7 +7,7 @@ hyper-parameters (ε, ζ) are in the groups beside lr and weight decay, where sc
 them and each group may have its own.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from inspect import Parameter, signature
 from numbers import Real
@@ -37,6 +37,7 @@ class OptimizerWrapper(Optimizer):
     ball: Ball
     norm: Norm
     sync_perturbation: bool = True
+    scheduled_radii: Sequence[float] = ()  # what the last RadiusScheduler lets the groups' ε grow to
 
     _model: nn.Module | None
     _hyperparameters: ClassVar[tuple[str, ...]]

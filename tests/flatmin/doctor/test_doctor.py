@@ -2,16 +2,19 @@
 
 import random
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.optim import SGD
 
-from flatmin import AMP, doctor
+from flatmin import AMP, RadiusScheduler, doctor, groups
 from flatmin.doctor import Finding, examine
+from flatmin.doctor.training import new_training
 from tests import ROOT
 from tests.support.cases import mlp, same
 from tests.support.doctor_cases import BROKEN, HEALTHY, TrainingParts, make, not_seeded
@@ -229,3 +232,30 @@ def test_a_request_that_makes_no_sense_is_refused(mine: Path) -> None:
         result = flatmin("doctor", *arguments)
         assert result.exit_code == 2, result.output
         assert message in words(result.stderr)
+
+
+def test_of_a_late_start_the_groups_that_are_not_perturbed_stay_so() -> None:
+    """Also where make_training does not keep the scheduler; and an ε of 0 in all groups is no late start."""
+
+    def parts(*, late: bool) -> Any:
+        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+        split = groups(model, perturb=lambda name, _: name.startswith("0."))
+        optimizer = AMP(SGD(split, lr=0.1), epsilon=0.1, model=model)
+        if late:
+            RadiusScheduler(optimizer, 100, start=0.75)
+        else:
+            for group in optimizer.param_groups:
+                group["epsilon"] = 0.0
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 3)).square().sum()
+            loss.backward()
+            return loss
+
+        return model, optimizer, closure
+
+    found = new_training(partial(parts, late=True))
+    assert [group["epsilon"] for group in found.optimizer.param_groups] == [0.1, 0.0]
+    assert found.starts_late
+    assert not new_training(partial(parts, late=False)).starts_late

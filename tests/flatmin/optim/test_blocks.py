@@ -265,4 +265,9 @@ def test_losses_belong_to_blocks_and_are_two_tensors() -> None:
     for wrong in (loss, (loss,), (0.1, 0.2)):
         with pytest.raises(TypeError, match=r"two tensors, .* step\(losses=\(loss, loss_perturbed\)\), got"):
             optimizer.step(losses=wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="needs a closure"):
+        optimizer.step(losses=(loss, loss))  # without a block
     assert same(case.weights(), theta)
+    optimizer.step(case.closure(optimizer))  # nothing is left of these
+    assert optimizer.last.loss_perturbed is not None
+    assert optimizer.last.loss_perturbed > loss

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -220,15 +221,39 @@ def test_a_state_keeps_its_own_list_and_a_wrong_one_is_named() -> None:
 
 def test_steps_of_an_epoch_between_two_calls_are_named_unless_it_counts_epochs() -> None:
     """With total_steps = epochs · len(loader), and called once per epoch, it would never get to its start."""
-    training = Training()
-    per_epoch = flatmin.RadiusScheduler(training.optimizer, 4, start=0.0)
-    training.run(0, 6)
-    per_epoch.step()
-    wrong = flatmin.RadiusScheduler(training.optimizer, TOTAL)
-    training.run(6, TOTAL)
-    with pytest.warns(RuntimeWarning, match=r"once for 6 steps.* total_steps=12 .* would take 72 .* after every step"):
-        wrong.step()
-    wrong.step()  # said once
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = flatmin.AMP(torch.optim.SGD([weight], lr=0.0), epsilon=0.1)
+    right = [
+        (optimizer, 100, [10] * 4),  # epochs, of which their length is a divisor
+        (optimizer, 1000, [2] * 4),  # every second step
+        (optimizer, 1000, [10, 1, 1, 4]),  # after steps that fp16 has skipped
+    ]
+    for made, total_steps, counts in right:
+        scheduler = flatmin.RadiusScheduler(made, total_steps, start=0.0)
+        for count in counts:
+            for _ in range(count):
+                made.step(lambda: _backward(weight))
+            scheduler.step()
+    del scheduler
+    assert not optimizer._optimizer_step_post_hooks
+    wrong = flatmin.RadiusScheduler(optimizer, 1000)
+    for epoch in range(4):
+        for _ in range(10):
+            optimizer.step(lambda: _backward(weight))
+        if epoch != 1:  # in the second it is told, and never again
+            wrong.step()
+            continue
+        with pytest.warns(RuntimeWarning, match=r"once for 10 steps.* only after 10000 steps; call it after every"):
+            wrong.step()
+    again = pickle.loads(pickle.dumps(wrong))
+    again.step()
+
+
+def _backward(weight: Tensor) -> Tensor:
+    weight.grad = None
+    loss = weight.square().sum()
+    loss.backward()
+    return loss
 
 
 def test_rmp_has_a_radius_over_time_too() -> None:

@@ -23,8 +23,11 @@ def act_or_die(task: Act, data: Dataset, stop: Stop) -> Iterator[tuple[int, Even
         yield number, event
         if task.act == "crash":
             os.abort()
-        if task.act == "be killed" or (task.act == "be killed once" and not (task.place / "killed").exists()):
-            (task.place / "killed").touch()
+        if task.act == "be killed once" and (task.place / "killed").exists():
+            continue
+        if task.act.startswith("be killed"):
+            if task.act == "be killed once":
+                (task.place / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import accelerate
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 
 from flatmin.integrations.accelerate import Window
 from flatmin.integrations.lightning import FlatMinima
@@ -384,6 +384,43 @@ def test_what_steps_measure_has_the_losses() -> None:
     assert idle.optimizers[0].last.loss_perturbed is None
 
 
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
+def test_a_micro_batch_without_a_loss_is_left_out_of_the_losses() -> None:
+    class Skips(Validated):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx % 2 else super().training_step(batch, batch_idx)
+
+    fitted = validated(Skips(), FlatMinima(epsilon="auto"), accumulate_grad_batches=2)
+    assert fitted.optimizers[0].param_groups[0]["epsilon"] != 0.1
+    last = fitted.optimizers[0].last
+    assert last.loss_perturbed > last.loss
+
+
+def test_a_training_without_a_validation_says_that_nothing_was_adjusted() -> None:
+    with pytest.warns(RuntimeWarning, match="has adjusted nothing, because there was no validation"):
+        validated(Validated(), FlatMinima(epsilon="auto"), check_val_every_n_epoch=10)
+
+
+def test_the_steps_of_a_search_are_not_matched() -> None:
+    """Lightning's finders put their checkpoint back, and what steps have measured with it."""
+    seen: list[int] = []
+
+    class Counts(Validated):
+        learning_rate = 0.1
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
+
+        def on_train_start(self) -> None:
+            sums = callback._matched[0]._sums
+            seen.append(0 if sums is None else int(sums[3]))
+
+    callback = FlatMinima(epsilon="auto")
+    finder = LearningRateFinder(num_training_steps=4, min_lr=1e-3, max_lr=1e-2, update_attr=True)
+    validated(Counts(), callback, finder)
+    assert seen[-1] == 0
+
+
 def test_what_an_automatic_radius_of_the_callback_needs() -> None:
     with pytest.raises(ValueError, match=r'epsilon="auto" works only with flatmin.AMP, got RMP'):
         FlatMinima(epsilon="auto", method=flatmin.RMP)
@@ -427,13 +464,11 @@ def test_amptrainer_matches_the_radius_with_the_losses_that_it_reports(tmp_path:
 
     def note(optimizer: Any, *_: Any) -> None:
         seen.append((float(optimizer.last.loss), float(optimizer.last.loss_perturbed)))
+        radii.append(optimizer.param_groups[0]["epsilon"])
 
     class Watches(on_transformers.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             trainer._matched.optimizer.register_step_post_hook(note)  # type: ignore[union-attr]
-
-        def on_evaluate(self, *_: Any, metrics: dict[str, float], **__: Any) -> None:
-            radii.append(trainer.optimizer.param_groups[0]["epsilon"])
 
     trainer.add_callback(Watches())
     trainer.train()
@@ -442,15 +477,55 @@ def test_amptrainer_matches_the_radius_with_the_losses_that_it_reports(tmp_path:
     assert [clean for clean, _ in seen] == pytest.approx(logged, rel=1e-4)
     assert all(perturbed > clean for clean, perturbed in seen)
     epsilon = 0.1
+    after = [*radii[2::2], trainer.optimizer.param_groups[0]["epsilon"]]
     for number, new in enumerate(held_out):
         means = torch.tensor(seen[2 * number : 2 * number + 2]).mean(dim=0).tolist()
         gap, rise = new - means[0], means[1] - means[0]
         epsilon *= min(max((gap / rise) ** 0.5 if gap > 0 else 0, 2 / 3), 3)
-        assert radii[number] == pytest.approx(epsilon, rel=1e-3)
+        assert after[number] == pytest.approx(epsilon, rel=1e-3)
     assert len(held_out) == 4
     before = trainer.optimizer.param_groups[0]["epsilon"]
     trainer.evaluate()  # after the training nothing is matched
     assert trainer.optimizer.param_groups[0]["epsilon"] == before
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_one_of_several_data_sets_is_matched_and_what_callbacks_evaluate_is_not(tmp_path: Path) -> None:
+    class Evaluates(on_transformers.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_epoch_end(self, *_: Any, **__: Any) -> None:
+            trainer.evaluate(sentences(2), metric_key_prefix="train")
+
+    trainer = matching_trainer(tmp_path, monitor="eval_b_loss")
+    trainer.eval_dataset = {"a": sentences(4), "b": sentences(20)[on_transformers.ROWS :]}
+    trainer.add_callback(Evaluates())
+    trainer.train()
+    alone = matching_trainer(tmp_path)
+    alone.train()
+    found, expected = (one.optimizer.param_groups[0]["epsilon"] for one in (trainer, alone))
+    assert found == expected != 0.1
+    unnamed = matching_trainer(tmp_path)
+    unnamed.eval_dataset = {"a": sentences(4), "b": sentences(4)}
+    with pytest.raises(ValueError, match=r"the metric 'eval_loss', but the evaluation reported .*eval_b_loss"):
+        unnamed.train()
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_what_a_training_step_returns_is_not_taken_for_the_loss(tmp_path: Path) -> None:
+    class Scales(on_transformers.transformers.Trainer):  # type: ignore[misc, name-defined]
+        def training_step(self, *arguments: Any, **named: Any) -> Any:
+            return 10 * super().training_step(*arguments, **named)
+
+    class Own(AMPTrainer, Scales):
+        pass
+
+    trainer = Own(
+        model=small_gpt(), args=arguments(tmp_path), train_dataset=sentences(4), epsilon=0.1, callbacks=[Seeds()]
+    )
+    trainer.train()
+    last = trainer.optimizer.optimizer.last
+    assert last.loss < last.loss_perturbed < 2 * last.loss
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged[-1] == pytest.approx(10 * float(last.loss), rel=1e-3)
 
 
 @pytest.mark.usefixtures("fresh_accelerator")

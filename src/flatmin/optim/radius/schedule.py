@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
-from weakref import ref
+from weakref import finalize
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -27,6 +27,8 @@ from flatmin.optim.wrapper import Group, OptimizerWrapper, whole_number
 
 Growth = Literal["constant", "linear", "cosine"]
 GROWTHS: tuple[str, ...] = get_args(Growth)
+
+MIN_BATCHES, MIN_STEPS = 10, 1000  # of an epoch and of a training, where its scheduler is called once per epoch
 
 _SHARES: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
@@ -100,6 +102,28 @@ def scale_radii(optimizer: Optimizer, radii: Sequence[float], share: float) -> N
         group["epsilon"] = share * radius
 
 
+@dataclass
+class _Counts:
+    """The steps of the optimizer between two calls of a scheduler."""
+
+    taken: int = 0  # since the last call
+    before: int = 0  # between the two calls before
+    has_warned: bool = False
+
+    def shows_epochs(self, total_steps: int) -> bool:
+        """At a call: are calls epochs, and total_steps the steps of all of them? Said once, and only where it is sure.
+
+        A thousand epochs are rare, and so are calls after a fixed number of steps that is neither one nor an epoch.
+        (After steps that fp16 skipped, loops do not call a scheduler: these numbers differ from call to call.)
+        """
+        taken, self.taken = self.taken, 0
+        again, self.before = taken == self.before, taken
+        if self.has_warned or not again or taken < MIN_BATCHES or total_steps < MIN_STEPS or total_steps % taken:
+            return False
+        self.has_warned = True
+        return True
+
+
 class RadiusScheduler(LRScheduler):
     """Changes the ε of a flatmin.AMP or flatmin.RMP, as torch's schedulers do the learning rate, alongside any of them.
 
@@ -151,13 +175,14 @@ class RadiusScheduler(LRScheduler):
                 "a checkpoint whose schedule has not started yet, or give the optimizer epsilon=0 if 0 is meant"
             )
         self.last_epoch = 0  # torch's name for how often step() was called
-        self._taken, self._has_warned = 0, False  # steps of the optimizer since then
+        self._counts = _Counts()
         self._watch_groups()
         self._set()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy has a copy of the optimizer, which nobody watches yet."""
         vars(self).update(state)
+        self._counts = _Counts()
         self._watch_groups()
 
     def _watch_groups(self) -> None:
@@ -167,7 +192,7 @@ class RadiusScheduler(LRScheduler):
             self._watches = False
             with suppress(AttributeError):
                 optimizer.watch_groups(self._group_added)
-                _count_steps(optimizer.behind_proxy(), ref(self))
+                self._count_steps(optimizer.behind_proxy())
                 self._watches = True
 
     def _group_added(self, group: Group, has_radius: bool) -> None:
@@ -178,24 +203,32 @@ class RadiusScheduler(LRScheduler):
     def step(self, epoch: int | None = None) -> None:
         """Call it after `optimizer.step()`: sets the radius of the next step, or of step number `epoch`."""
         self.last_epoch = self.last_epoch + 1 if epoch is None else whole_number("epoch", epoch)
-        taken, self._taken = self._taken, 0
-        is_of_loader = taken > 1 and self.total_steps % taken == 0  # epochs · len(loader)
-        if epoch is None and is_of_loader and not self._has_warned:
-            self._has_warned = True
+        if epoch is None and self._counts.shows_epochs(self.total_steps):
+            taken = self._counts.before
             warnings.warn(
-                f"RadiusScheduler.step() was called once for {taken} steps of the optimizer, but total_steps="
-                f"{self.total_steps} are steps of its own, which would take {taken * self.total_steps} of the "
-                "optimizer; call it after every step, or give total_steps=epochs to call it once per epoch",
+                f"RadiusScheduler.step() is called once for {taken} steps of the optimizer, but total_steps counts "
+                f"these calls, so the schedule would end only after {taken * self.total_steps} steps; call it after "
+                "every step, or give total_steps=epochs to call it once per epoch",
                 RuntimeWarning,
                 stacklevel=2,
             )
         self._set()
+
+    def _count_steps(self, optimizer: OptimizerWrapper) -> None:
+        counts = self._counts
+
+        def count(*_: object) -> None:
+            counts.taken += 1
+
+        finalize(self, optimizer.register_step_post_hook(count).remove).atexit = False
 
     def _set(self) -> None:
         if not self._watches:
             self._watch_groups()
         self._step_count = self.last_epoch + 1  # torch's, which Accelerate compares with total_steps
         self.radii = with_new_radii(self.optimizer, self.radii)
+        if isinstance(self.optimizer, OptimizerWrapper):
+            self.optimizer.behind_proxy().scheduled_radii = list(self.radii)
         scale_radii(self.optimizer, self.radii, self.schedule.share(self.last_epoch, self.total_steps))
 
     def set_radii(self, radii: Sequence[float]) -> None:
@@ -228,15 +261,5 @@ class RadiusScheduler(LRScheduler):
         self.last_epoch, self.total_steps = saved.pop("steps"), saved.pop("total_steps")
         self.radii = list(saved.pop("radii"))
         self.schedule = RadiusSchedule(**saved)
-        self._taken = 0
+        self._counts.taken = self._counts.before = 0
         self._set()
-
-
-def _count_steps(optimizer: OptimizerWrapper, scheduler: "ref[RadiusScheduler]") -> None:
-    """Have the scheduler count the steps that the optimizer takes, as long as it is in use."""
-
-    def count(*_: object) -> None:
-        if (used := scheduler()) is not None:
-            used._taken += 1
-
-    optimizer.register_step_post_hook(count)

@@ -19,7 +19,7 @@ from flatmin_lab.methods import mean_passes
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.report.loader import Run
 from flatmin_lab.report.paper.tables import FilledTable, Row
-from flatmin_lab.report.stats import LEVEL, MIN_RUNS, Welch, welch
+from flatmin_lab.report.stats import LEVEL, MIN_RUNS, Welch, holm, welch
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95  # of the intervals
@@ -73,9 +73,17 @@ class Frontier:
 
     @property
     def better(self) -> Mode | None:
-        """The mode with the fewest passes that is significantly lower than AMP in every column, uncorrected."""
-        lower = (mode for mode, tests in self._tested if all(test and test.t < 0 and test.p < LEVEL for test in tests))
-        return next(lower, None)
+        """The mode with the fewest passes that is significantly lower than AMP in every column.
+
+        Of many modes some would be so by chance: p is corrected for them in each column.
+        """
+        tested = list(self._tested)
+        columns = [[tests[place] for _, tests in tested] for place in range(len(self.columns))]
+        corrected = [holm({at: test.p for at, test in enumerate(column) if test}) for column in columns]
+        for at, (mode, tests) in enumerate(tested):
+            if all(test and test.t < 0 and ps[at] < LEVEL for test, ps in zip(tests, corrected, strict=True)):
+                return mode
+        return None
 
     @property
     def _tested(self) -> Iterator[tuple[Mode, list[Welch | None]]]:
