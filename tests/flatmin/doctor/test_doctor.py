@@ -249,7 +249,7 @@ def test_of_a_late_start_the_groups_that_are_not_perturbed_stay_so() -> None:
 
         def closure() -> Tensor:
             optimizer.zero_grad()
-            loss = model(torch.ones(2, 3)).square().sum()
+            loss: Tensor = model(torch.ones(2, 3)).square().sum()
             loss.backward()
             return loss
 
