@@ -80,5 +80,4 @@ def note_losses(
     elif known and len({loss.shape for pair in known for loss in pair}) == 1:
         home = optimizer.devices()[0]
         clean, last = (mean_of([pair[place] for pair in known], home) for place in (0, 1))
-        count = len(known) if shares else 1
-        optimizer.note_losses(*((clean, last) if count == 1 else (count * clean, count * last)))
+        optimizer.note_losses(*((len(known) * clean, len(known) * last) if shares else (clean, last)))
