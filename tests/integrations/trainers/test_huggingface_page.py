@@ -66,7 +66,7 @@ def test_snippets_run_as_they_stand(code: str, tmp_path: Path) -> None:
 
 def test_there_are_snippets() -> None:
     assert len(blocks(PAGE, "diff")) == 3
-    assert len(SNIPPETS) == 7
+    assert len(SNIPPETS) == 8
 
 
 @pytest.mark.parametrize(
