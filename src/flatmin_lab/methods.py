@@ -32,7 +32,7 @@ NOT_IN_PAPER = {**asdict(CONSTANT), "ascent_share": 1.0}  # of AMP's radius over
 UNLISTED = {**NOT_IN_PAPER, "regulariser": "erm", "noise": "ball", "units": "pixels", "random_start": False}
 BESIDE_AMP = ("erm", "label_smoothing", "flooding", "mixup")  # regularisers that AMP can be combined with
 AUTO, AUTO_FIRST_RADIUS = matched.AUTO, matched.FIRST_RADIUS  # the word for a matched ε, and its initial value
-AUTO_RELEASE = 0.6  # the share of the perturbed part of a run in which ε is adjusted
+AUTO_RELEASE = matched.RELEASE
 AUTO_RULE = 2  # version of how ε is matched, here and in flatmin.MatchedRadius: a run keeps the one it started with
 OF_AUTO = ("held_out", "release")  # settings of a matched ε only
 
@@ -123,7 +123,7 @@ def amp(
             f"mixed labels cannot be cut, got mixup and ascent_share={ascent_share}; leave one of them out"
         )
     loss = REGULARISERS[regulariser]()
-    until = start + (1 - start) * (AUTO_RELEASE if release is None else release)
+    until = matched.matched_until(start, AUTO_RELEASE if release is None else release)
     return Method(name="amp", regulariser=loss, wrap=wrap, schedule=schedule, ascent_share=ascent_share, release=until)
 
 

@@ -8,7 +8,7 @@ nothing before that.
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import isfinite
 from numbers import Number
@@ -29,9 +29,7 @@ from flatmin.doctor.training import preserve_generators
 from flatmin.doctor.user_training import MakeTraining, UserTraining, call
 from flatmin.optim.amp import AMP
 from flatmin.optim.perturbed import PerturbedOptimizer
-from flatmin.optim.radius import FIRST_RADIUS, MatchedRadius, RadiusSchedule, RadiusScheduler, radii_of, scale_radii
-
-MATCHED_UNTIL = 0.6  # of the perturbed part of the run
+from flatmin.optim.radius import FIRST_RADIUS, MatchedRadius, RadiusScheduler, matched_until, radii_of, scale_radii
 
 
 class Start:
@@ -69,8 +67,8 @@ def train_contender(
         training = call(make_training, seed)
         start.check(training)
         optimizer = wrap(training, contender)
-        loop = _Loop(training, optimizer, contender, seed, perturbed_from)
-        curve, measured = loop.run(epochs, evaluations)
+        loop = _Loop(training, optimizer, contender, seed, epochs, perturbed_from)
+        curve, measured = loop.run(evaluations)
         start.remember(training)
     failed = measured.failure()
     return Outcome(
@@ -187,40 +185,32 @@ class _States:
             set_random_state(device, state)
 
 
-class _LateRadius:
-    """The radius of the next step: 0 before the start, then all of it. It counts steps, or epochs of unknown length."""
-
-    def __init__(self, optimizer: AMP, start: float) -> None:
-        self._optimizer, self._schedule = optimizer, RadiusSchedule(start=start)
-        self.radii = radii_of(optimizer)
-
-    def set_radii(self, radii: Sequence[float]) -> None:
-        self.radii = list(radii)
-
-    def begin_step(self, now: int, total: int) -> None:
-        scale_radii(self._optimizer, self.radii, self._schedule.share(now, total))
-
-
 def can_match(epochs: int, perturbed_from: float) -> bool:
     """Does an epoch with perturbed steps end before the radius has to be found?
 
     >>> can_match(1, 0.0), can_match(2, 0.0), can_match(4, 0.75), can_match(20, 0.75)
     (False, True, False, True)
     """
-    return int(_matched_until(perturbed_from) * epochs) > perturbed_from * epochs
-
-
-def _matched_until(perturbed_from: float) -> float:
-    return perturbed_from + MATCHED_UNTIL * (1 - perturbed_from)
+    return int(matched_until(perturbed_from) * epochs) > perturbed_from * epochs
 
 
 class _Loop:
     def __init__(
-        self, training: UserTraining, optimizer: AMP, contender: Contender, seed: int, perturbed_from: float
+        self,
+        training: UserTraining,
+        optimizer: AMP,
+        contender: Contender,
+        seed: int,
+        epochs: int,
+        perturbed_from: float,
     ) -> None:
         self.training, self.optimizer, self.length = training, optimizer, contender.length
-        self._late = _LateRadius(optimizer, perturbed_from) if perturbed_from else None
-        self._matched_until = _matched_until(perturbed_from)
+        self._total = round(self.length * epochs)
+        self._batch_count = batch_count(training.batches)
+        self._late: RadiusScheduler | None = None
+        if perturbed_from and not contender.is_plain:  # it counts steps, or epochs whose length is not known
+            self._late = RadiusScheduler(optimizer, self._total * (self._batch_count or 1), start=perturbed_from)
+        self._matched_until = matched_until(perturbed_from) * self._total
         devices = [device for device in optimizer.devices() if device.type != "cpu"]
         self._batches = _Stream(2 * seed + 1, devices)
         seed_everything(2 * seed)
@@ -229,14 +219,14 @@ class _Loop:
         self._loss: Tensor | None = None
         self._losses = 0
 
-    def run(self, epochs: int, evaluations: int) -> tuple[list[dict[str, float]], Measured]:
-        total = round(self.length * epochs)
+    def run(self, evaluations: int) -> tuple[list[dict[str, float]], Measured]:
+        total = self._total
         count = min(evaluations, total)
         due = {round(total * (n + 1) / count) for n in range(count)}
         curve: list[dict[str, float]] = []
         for epoch in range(1, total + 1):
-            self._epoch(total)
-            if self._radius is not None and epoch <= self._matched_until * total:
+            self._epoch()
+            if self._radius is not None and epoch <= self._matched_until:
                 self._match()
             if epoch in due:
                 measured = measure(self.training)
@@ -246,20 +236,20 @@ class _Loop:
                     break
         return curve, measured
 
-    def _epoch(self, epochs: int) -> None:
+    def _epoch(self) -> None:
         closures, count = self.training.closures(), 0
-        length = batch_count(self.training.batches)
         while True:
             with self._batches.active():
                 closure = next(closures, None)
             if closure is None:
                 break
             count += 1
-            if self._late is not None:
-                now, total = (self._epochs, epochs) if length is None else (self._steps, epochs * length)
-                self._late.begin_step(now, total)
             with during("optimizer.step(closure)"):
                 self._step(closure)
+            if self._late is not None and self._batch_count is not None:
+                self._late.step()
+        if self._late is not None and self._batch_count is None:
+            self._late.step()
         self._epochs += 1
         if not count:
             raise ValueError(

@@ -385,8 +385,8 @@ class PerturbedOptimizer(LightningOptimizer):
         """
         if kwargs:
             raise TypeError(f"step() under FlatMinima takes a closure, or losses=, got {', '.join(kwargs)}")
-        if closure is not None and losses is not None:
-            raise TypeError("losses= is for a step after perturbed() blocks; a closure returns its loss: leave it out")
+        if losses is not None:
+            self._optimizer.check_losses(closure, losses)
         if closure is None and self._optimizer.only_makes_state():  # a sharded checkpoint is being loaded
             return self._optimizer.step()
         self._on_before_step()

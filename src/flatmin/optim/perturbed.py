@@ -323,7 +323,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             if ascent is not None:
                 self._check_ascent(closure, ascent)
             if losses is not None:
-                self._check_losses(closure, losses)
+                self.check_losses(closure, losses)
             result = None
             if from_scaler and self._scaler_of_blocks is None:
                 self._step_from_scaler(closure, losses)
@@ -691,7 +691,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 f"got {describe(ascent)} beside {describe(closure)}"
             )
 
-    def _check_losses(self, closure: object, losses: object) -> None:
+    def check_losses(self, closure: object, losses: object) -> None:
         if closure is not None:
             raise TypeError("losses= is for a step after perturbed() blocks; a closure returns its loss: leave it out")
         if not (isinstance(losses, tuple | list) and len(losses) == 2 and all(isinstance(x, Tensor) for x in losses)):

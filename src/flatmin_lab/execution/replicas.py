@@ -11,7 +11,6 @@ another. Both are measured on real steps of the runs. On a CPU the runs follow e
 uses the cores better (process_pool.py).
 """
 
-import errno
 import traceback
 from bisect import insort
 from collections import deque
@@ -27,6 +26,7 @@ from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import BusyError, DivergedError, Event, Failed, Note, Progress, RunError, Started, Stopped
 from flatmin_lab.runs.open_folder import check
+from flatmin_lab.system.files import is_full_disk
 from flatmin_lab.training.loop import check_arguments, config_of, training_steps
 
 WARMUP_ROUNDS = 5  # before a measurement: the first steps of a replica capture its graph
@@ -296,8 +296,7 @@ def _failed(error: Exception, step: int | None) -> Failed:
     """The event of a run that failed. `later` where the machine is at fault: folder in use, disk full, GPU broken."""
     busy = isinstance(error, BusyError)
     cause = error if isinstance(error, OSError) else error.__cause__
-    full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
-    of_disk = full or (isinstance(error, RunError) and isinstance(cause, OSError))
+    of_disk = is_full_disk(cause) or (isinstance(error, RunError) and isinstance(cause, OSError))
     later, diverged = busy or of_disk or _is_of_gpu(error), isinstance(error, DivergedError)
     return Failed(_describe_error(error), step, later=later, busy=busy, diverged=diverged)
 

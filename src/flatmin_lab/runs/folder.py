@@ -14,7 +14,6 @@ One process at a time locks it, where the file system can lock. A folder belongs
 each checkpoint; nothing that another run has measured or saved, and no foreign file, is ever overwritten.
 """
 
-import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from flatmin_lab.runs.checkpoint import Checkpoint, newest_whole
 from flatmin_lab.runs.config import IDENTITY
 from flatmin_lab.runs.events import Note, RunError
 from flatmin_lab.runs.tensorboard import Board
-from flatmin_lab.system.files import atomic_write
+from flatmin_lab.system.files import atomic_write, is_full_disk
 from flatmin_lab.system.json_data import read_json
 
 CODE = "code"  # the folder of the copies
@@ -194,7 +193,7 @@ class RunFolder:
             self._check_still_held()
             yield
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            full = is_full_disk(error)
             kept = self.newest_name()
             raise RunError(
                 f"{what} could not be written to {self.path}: {'the disk is full' if full else error}. "

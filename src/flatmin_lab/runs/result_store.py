@@ -10,7 +10,6 @@
 A result file is result.json with the evaluations after training, and the training curves.
 """
 
-import errno
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +24,7 @@ from flatmin_lab.recipes.renamed import name_now
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs import config as run_config
 from flatmin_lab.runs.events import RunError
-from flatmin_lab.system.files import atomic_write, locked
+from flatmin_lab.system.files import atomic_write, is_full_disk, locked
 from flatmin_lab.system.json_data import numbers, read_json
 from flatmin_lab.system.json_types import check_types
 
@@ -290,7 +289,7 @@ def _write_text(path: Path, text: str) -> None:
         with atomic_write(path) as file:
             file.write(text.encode())
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = is_full_disk(error)
         raise UnwrittenError(
             f"{path} could not be written: {'the disk is full' if full else error}; {'make room, and ' if full else ''}"
             "repeat the command, which trains nothing again that has been trained"

@@ -34,6 +34,11 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     fsync_folder(path.parent)
 
 
+def is_full_disk(error: object) -> bool:
+    """Is this the error of a disk, or a quota, without room?"""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def check_regular(path: Path) -> None:
     """Raise if the path, or what it links to, is not a regular file: a pipe blocks its reader, a device has no end."""
     if not stat.S_ISREG(path.stat().st_mode):

@@ -4,7 +4,7 @@ schedule.py     when perturbing starts, how ε grows, and which steps are pertur
 matched.py      ε adjusted until the loss at θ + Δ matches the loss on held-out data
 """
 
-from flatmin.optim.radius.matched import AUTO, FIRST_RADIUS, MatchedRadius
+from flatmin.optim.radius.matched import AUTO, FIRST_RADIUS, MatchedRadius, matched_until
 from flatmin.optim.radius.schedule import (
     Growth,
     RadiusSchedule,
@@ -20,6 +20,7 @@ __all__ = [
     "MatchedRadius",
     "RadiusSchedule",
     "RadiusScheduler",
+    "matched_until",
     "radii_of",
     "scale_radii",
 ]

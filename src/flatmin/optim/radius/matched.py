@@ -32,6 +32,7 @@ from flatmin.optim.radius.schedule import RadiusScheduler, radii_of, radius_of_n
 from flatmin.optim.wrapper import Group
 
 AUTO, FIRST_RADIUS = "auto", 0.1  # what trainers and the laboratory call it, and where it starts there
+RELEASE = 0.6  # the share of the perturbed part of a run in which ε is adjusted, if held-out data are to be trained on
 MAX_FACTOR, MIN_FACTOR = 3.0, 2 / 3  # of one call
 MIN_SHARE = 0.01  # of the first radius: ε never falls below that, because it could not grow from 0
 MIN_AT_EDGE = 0.5  # share of steps at the edge of the ball below which a larger ε would change little
@@ -176,6 +177,15 @@ class MatchedRadius:
         self._lacks_losses = state_dict["lacks_losses"]
         home = self.optimizer.devices()[0]
         self._sums = None if sums is None else torch.tensor(sums, dtype=_sum_dtype(home), device=home)
+
+
+def matched_until(start: float, release: float = RELEASE) -> float:
+    """The share of a run after which ε stays as it is, if perturbing starts at `start`.
+
+    >>> matched_until(0.0), matched_until(0.5)
+    (0.6, 0.8)
+    """
+    return start + (1 - start) * release
 
 
 def _sum_dtype(device: torch.device) -> torch.dtype:
