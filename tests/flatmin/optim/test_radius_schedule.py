@@ -134,6 +134,29 @@ def test_beside_a_scheduler_of_the_rate_each_moves_its_own() -> None:
     assert both.scheduler.get_last_lr() == both.rate.get_last_lr()
 
 
+def test_in_a_chain_it_is_stepped_with_the_other() -> None:
+    training = Training(epsilon=0.2).schedule(start=0.5)
+    assert training.scheduler is not None
+    chain = torch.optim.lr_scheduler.ChainedScheduler([training.rate, training.scheduler], training.optimizer)
+    training.rate, training.scheduler = chain, None  # type: ignore[assignment]
+    assert training.run().equals(Training(epsilon=0.2).schedule(start=0.5).run())
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_as_a_part_of_a_sequence_it_would_not_count_all_steps(is_first: bool) -> None:
+    training = Training().schedule()
+    assert training.scheduler is not None
+    parts = [training.scheduler, training.rate] if is_first else [training.rate, training.scheduler]
+
+    def reach_both() -> None:
+        sequence = torch.optim.lr_scheduler.SequentialLR(training.optimizer, parts, milestones=[1])
+        training.optimizer.step(lambda: training.model(training.x[0]).sum())
+        sequence.step()
+
+    with pytest.raises(TypeError, match="cannot be one part of a SequentialLR"):
+        reach_both()
+
+
 def test_groups_keep_their_own_radii_and_a_new_one_gets_its_own() -> None:
     weights = [nn.Parameter(torch.ones(2)) for _ in range(4)]
     base = torch.optim.SGD([{"params": weights[:1], "epsilon": 0.3}, {"params": weights[1:2], "epsilon": 0.0}], lr=0.1)

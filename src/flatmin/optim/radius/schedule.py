@@ -214,6 +214,14 @@ class RadiusScheduler(LRScheduler):
             )
         self._set()
 
+    def _initial_step(self) -> None:
+        """Torch's SequentialLR calls it on its first part when it is made."""
+        raise _in_sequence()
+
+    def _update_lr(self, epoch: int | None = None) -> None:
+        """Torch's SequentialLR calls it on each later part when its turn comes."""
+        raise _in_sequence()
+
     def _count_steps(self, optimizer: OptimizerWrapper) -> None:
         counts = self._counts
 
@@ -263,3 +271,10 @@ class RadiusScheduler(LRScheduler):
         self.schedule = RadiusSchedule(**saved)
         self._counts.taken = self._counts.before = 0
         self._set()
+
+
+def _in_sequence() -> TypeError:
+    return TypeError(
+        "a RadiusScheduler counts all steps of a training, so it cannot be one part of a SequentialLR, which steps one "
+        "part at a time; call its step() beside the other scheduler's, or put both into a ChainedScheduler"
+    )
