@@ -23,6 +23,7 @@ from flatmin.ball import Ball, Norm
 from flatmin.optim.radius import matched
 from flatmin.optim.radius.schedule import GROWTHS, Growth, RadiusSchedule
 from flatmin.optim.rmp import Noise
+from flatmin.optim.wrapper import whole_number
 from flatmin.regularisers import REGULARISERS, Regulariser, erm
 from flatmin_lab.data.normalise import Normalisation
 
@@ -34,7 +35,7 @@ BESIDE_AMP = ("erm", "label_smoothing", "flooding", "mixup")  # regularisers tha
 AUTO, AUTO_FIRST_RADIUS = matched.AUTO, matched.FIRST_RADIUS  # the word for a matched ε, and its initial value
 AUTO_RELEASE = matched.RELEASE
 AUTO_RULE = 2  # version of how ε is matched, here and in flatmin.MatchedRadius: a run keeps the one it started with
-OF_AUTO = ("held_out", "release")  # settings of a matched ε only
+OF_AUTO = ("held_out", "release", "matches")  # settings of a matched ε only
 
 
 def _unwrapped(optimizer: Optimizer, model: nn.Module) -> Optimizer:
@@ -56,6 +57,7 @@ class Method:
     schedule: RadiusSchedule = CONSTANT  # the share of ε that a step uses
     ascent_share: float = 1.0  # of the batch, for the ascent
     release: float = 1.0  # the share of a run after which the held-out images are trained on and ε stays as it is
+    matches: int = 1  # times per epoch that ε is matched
 
 
 def dropout(rate: float = 0.1) -> Method:
@@ -92,6 +94,7 @@ def amp(
     ascent_share: float = 1.0,
     held_out: float | None = None,
     release: float | None = None,
+    matches: int | None = None,
     regulariser: str = "erm",
     sync_perturbation: bool = True,
 ) -> Method:
@@ -101,7 +104,7 @@ def amp(
     `ascent_share` is the share of a batch that Δ is computed on. With epsilon="auto" a `flatmin.MatchedRadius` adjusts
     ε, using the loss on a part of the training set that is held out: a share of `held_out`, or by default 2 %, or up to
     10 % if that is fewer than 500 images. Once the share `release` (0.6) of the perturbed part of the run is over,
-    the held-out images are trained on too, and ε stays as it is.
+    the held-out images are trained on too, and ε stays as it is. ε is adjusted `matches` (1) times per epoch.
     `regulariser` names one of `BESIDE_AMP`: AMP then perturbs the weights against that loss, with the paper's settings.
     `sync_perturbation=False`: one perturbation per rank, if several ranks train one model.
     """
@@ -110,7 +113,7 @@ def amp(
     first = AUTO_FIRST_RADIUS if epsilon == AUTO else epsilon
     wrap = partial(_wrap, wrapper=flatmin.AMP, epsilon=first, **settings)
     schedule = RadiusSchedule(start=start, growth=growth, every=every)
-    _check_moving(epsilon, schedule, ascent_share, {"held_out": held_out, "release": release})
+    _check_moving(epsilon, schedule, ascent_share, {"held_out": held_out, "release": release, "matches": matches})
     if regulariser not in BESIDE_AMP:
         raise ValueError(f"AMP goes together with {', '.join(BESIDE_AMP)}, got regulariser={regulariser}")
     if epsilon == AUTO and regulariser != "erm":
@@ -124,7 +127,15 @@ def amp(
         )
     loss = REGULARISERS[regulariser]()
     until = matched.matched_until(start, AUTO_RELEASE if release is None else release)
-    return Method(name="amp", regulariser=loss, wrap=wrap, schedule=schedule, ascent_share=ascent_share, release=until)
+    return Method(
+        name="amp",
+        regulariser=loss,
+        wrap=wrap,
+        schedule=schedule,
+        ascent_share=ascent_share,
+        release=until,
+        matches=1 if matches is None else whole_number("matches", matches, least=1),
+    )
 
 
 def _check_moving(

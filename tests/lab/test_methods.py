@@ -161,6 +161,7 @@ def test_a_method_can_be_sent_to_another_process(name: str) -> None:
         ("amp", {"epsilon": 0.1, "held_out": 0.1}, "held_out belongs to epsilon auto, got .*; leave it out"),
         ("amp", {"epsilon": "auto", "release": 1.5}, "release is a share of the perturbed part of the run, above 0"),
         ("amp", {"epsilon": 0.1, "release": 0.5}, "release belongs to epsilon auto, got .*; leave it out"),
+        ("amp", {"epsilon": "auto", "matches": 0}, "matches must be a whole number of at least 1, got 0"),
         ("rmp", {"epsilon": "auto"}, "epsilon auto works only with AMP, got it for rmp; give a number"),
         ("adversarial", {"epsilon": "auto", "mean": [0.0], "std": [1.0]}, "got it for adversarial; give a number"),
         ("dropout", {"rate": 10}, "below 1, got 10"),

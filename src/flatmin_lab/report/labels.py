@@ -8,4 +8,10 @@ TITLES = {
     "none": "no augmentation", "vanilla": "crops and flips", "vanilla_v1": "first version's crops and flips",
     "cutout": "Cutout", "autoaugment": "AutoAugment",
 }  # fmt: skip
-SIGNS = {"epsilon": "ε", "inner_lr": "ζ", "inner_iter": "N", "ascent_share": "ascent share"}  # or words
+SIGNS = {  # or words
+    "epsilon": "ε",
+    "inner_lr": "ζ",
+    "inner_iter": "N",
+    "ascent_share": "ascent share",
+    "matches": "matches per epoch",
+}

@@ -222,7 +222,8 @@ class _TrainingRun:
         self.checksum = data.checksum
         prepared = prepare_data(recipe, data.to(device), seed)
         self.data, self.which, self.wrong, self.normalise, held_out = prepared
-        matched_epochs = max(1, round(build_method(recipe, self.normalise).release * recipe.epochs))
+        method = build_method(recipe, self.normalise)
+        matched_epochs, self.matches = max(1, round(method.release * recipe.epochs)), method.matches
         self.held_out = None if held_out is None else HeldOut(held_out, matched_epochs)
         self.batches = Batches(
             split=self.data.train,
@@ -284,6 +285,7 @@ class _TrainingRun:
                 self._step(index, u)
                 if self.step == 1 and self.keeps and self.recipe.optimizer not in OPTIMIZERS:
                     self.learner.state()  # can a user's own optimizer be saved? better to know now than after an epoch
+                self._match_within_epoch()
                 yield from self._notes()
                 now = monotonic()
                 is_late, is_old = self.ranks.main_flags(
@@ -383,8 +385,15 @@ class _TrainingRun:
                 self.folder.add_metrics(line)
         return line
 
+    def _match_within_epoch(self) -> None:
+        """Move AMP's radius, if it is matched several times per epoch, in equal distances; the last time at its end."""
+        done, total, times = self.state.batch, len(self.batches), self.matches
+        is_due = done < total and done * times // total > (done - 1) * times // total
+        if is_due and self.step > self.learner.method.schedule.start * self.steps:
+            self._match_radius()
+
     def _match_radius(self) -> dict[str, Any]:
-        """Move AMP's radius, if it follows the loss on held-out data; that loss, and the radius of the epoch.
+        """Move AMP's radius, if it follows the loss on held-out data; that loss, and the radius until now.
 
         Once the held-out images are trained on, the radius stays.
         """

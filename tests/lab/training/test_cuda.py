@@ -27,7 +27,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "late": {"method": "amp", "settings": {"epsilon": 0.1, "start": 0.4, "growth": "linear", "every": 2}},
     "less": {"method": "amp", "settings": {"epsilon": 0.1, "ascent_share": 0.3}},
     "mixed": {"method": "amp", "settings": {"epsilon": 0.1, "regulariser": "mixup"}},
-    "auto": {"method": "amp", "settings": {"epsilon": "auto", "held_out": 0.2, "start": 0.2}, "label_noise": 0.2},
+    "auto": {
+        "method": "amp",
+        "settings": {"epsilon": "auto", "held_out": 0.2, "start": 0.2, "matches": 2},
+        "label_noise": 0.2,
+    },
     "fp16": {"method": "amp", "precision": "fp16", "clip_norm": 1.0, "settings": {"epsilon": 0.1}},
     "exempt norms": {"method": "amp", "exempt_norms": True, "weight_decay": 0.1, "settings": {"epsilon": 0.1}},
     "muon": {"method": "amp", "optimizer": "muon", "lr": 0.02, "settings": {"epsilon": 0.1}},

@@ -39,7 +39,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "late": {"method": "amp", "settings": {"epsilon": 0.1, "start": 0.4, "growth": "linear", "every": 2}},
     "less": {"method": "amp", "settings": {"epsilon": 0.1, "ascent_share": 0.3}},
     "mixed": {"method": "amp", "settings": {"epsilon": 0.1, "regulariser": "mixup"}},
-    "auto": {"method": "amp", "settings": {"epsilon": "auto", "held_out": 0.2, "start": 0.2}, "label_noise": 0.2},
+    "auto": {
+        "method": "amp",
+        "settings": {"epsilon": "auto", "held_out": 0.2, "start": 0.2, "matches": 2},
+        "label_noise": 0.2,
+    },
     "averaged": {"method": "amp", "ema": 0.9, "settings": {"epsilon": 0.1}},
     "clipped": {"method": "erm", "clip_norm": 0.1, "schedule": "cosine", "warmup": 1.0},
     "fp16": {"method": "amp", "precision": "fp16", "clip_norm": 1.0, "settings": {"epsilon": 0.1}},
@@ -523,6 +527,21 @@ def test_a_matched_radius_stays_once_all_images_are_trained_on(monkeypatch: pyte
     assert len(set(radii[:4])) == 4  # moves after each of the first three epochs
     assert len(set(radii[3:])) == 1
     assert [line["held_out_nll"] is None for line in lines] == [False] * 3 + [True] * 3
+
+
+def test_a_radius_is_matched_within_epochs_too_once_steps_are_perturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six epochs of five steps, perturbed from the third on, matched until the end of the fourth."""
+    settings = {"epsilon": "auto", "held_out": 0.25, "start": 1 / 3, "release": 0.5, "matches": 2}
+    calls: list[str] = []
+    for owner, letter in ((Learner, "."), (flatmin.MatchedRadius, "m")):
+
+        def call(self: Any, *given: Any, letter: str = letter, real: Any = owner.step) -> Any:
+            calls.append(letter)
+            return real(self, *given)
+
+        monkeypatch.setattr(owner, "step", call)
+    run(tiny_recipe(method="amp", settings=settings, epochs=6))
+    assert "".join(calls) == ".....m" * 2 + "...m..m" * 2 + "....." * 2
 
 
 def test_a_late_start_is_matched_for_as_large_a_share_of_what_is_left() -> None:
