@@ -1,6 +1,7 @@
 """The notebook as it is committed: small, with its images, and without a trace of the machine that ran it."""
 
 import re
+from pathlib import Path
 
 from tests.support.notebooks import QUICK_START, cells, images
 
@@ -32,9 +33,17 @@ def test_it_says_nothing_of_the_machine() -> None:
     assert not re.search(r"/(home|root|tmp|work|Users)/|[A-Z]:\\\\", text)
 
 
-def test_its_links_lead_to_files() -> None:
+def test_its_links_lead_to_files_and_headings() -> None:
     text = "".join(line for cell in cells(QUICK_START, "markdown") for line in cell["source"])
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
+    links = re.findall(r"\]\(([^)#]+)#?([^)]*)\)", text)
     assert len(links) >= 5
-    for link in links:
-        assert (QUICK_START.parent / link).is_file(), link
+    for link, heading in links:
+        page = QUICK_START.parent / link
+        assert page.is_file(), link
+        assert not heading or heading in headings(page), f"{link}#{heading}"
+
+
+def headings(page: Path) -> list[str]:
+    """As links name them."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in found]

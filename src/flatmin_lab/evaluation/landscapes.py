@@ -78,7 +78,7 @@ def landscape(
 
 
 def _fastest_layout(subject: Subject) -> torch.memory_format:
-    """NHWC in memory, in which the model then is: half the time on a CPU, three quarters on an H200.
+    """NHWC in memory, in which the model then is: half the time on a CPU, two thirds on an H200.
 
     Not every network takes it: `x.view(len(x), -1)` of such activations raises, and so do five-dimensional weights.
     """

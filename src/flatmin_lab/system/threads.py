@@ -9,8 +9,8 @@ Milliseconds of a step of SGD, two cores of an AMD EPYC shared with other work, 
     0.60  convnet, 200 images of 8 × 8         34.9            23.5              the least of 3 of 50 steps
     3.5   resnet18, 50 images of 8 × 8         162             101               the least of 3 of 6 steps
 
-So below 1 GFLOP in the forward pass of a batch a second thread gained a third at best, and cost up to a factor of ten:
-there a run has one. Above that, it has torch's own number. The rule counts work, not time: a recipe gets the same
+So below 1 GFLOP in the forward pass of a batch a second thread gained a third at best, and cost more than a factor of
+ten: there a run has one. Above that, it has torch's own number. The rule counts work, not time: a recipe gets the same
 answer on every machine. The work of a built-in network is counted; for any other network, which may compile itself, it
 is the most that its weights can compute (`most_flops`). Told otherwise means `threads=` (--threads), or OMP_NUM_THREADS
 or MKL_NUM_THREADS in the environment.

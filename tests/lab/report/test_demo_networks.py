@@ -25,7 +25,8 @@ def network(answer: int, *, plain: float, scaled: float | None) -> dict[str, Any
 @pytest.mark.parametrize(
     ("amp", "said"),
     [
-        ((0.2, 0.01), "Only before scaling"),
+        ((0.2, 0.01), "afterwards its ECE is the lower one"),
+        ((0.2, 0.021), "less than one test digit"),
         ((0.2, 0.05), "before and after scaling"),
         ((0.05, 0.01), "not worse calibrated"),
         ((0.05, 0.05), "only after scaling"),
@@ -33,14 +34,14 @@ def network(answer: int, *, plain: float, scaled: float | None) -> dict[str, Any
     ],
 )
 def test_whether_amp_is_worse_calibrated_follows_the_numbers(amp: tuple[float, float | None], said: str) -> None:
-    found = networks({"erm": network(3, plain=0.1, scaled=0.02), "amp": network(8, plain=amp[0], scaled=amp[1])})
+    found = networks({"erm": network(3, plain=0.1, scaled=0.02), "amp": network(8, plain=amp[0], scaled=amp[1])}, 359)
     assert found is not None
     assert said in found.answer
     assert bool(said) == bool(found.answer)
 
 
 def test_an_answer_that_repeats_the_wrong_label_is_counted_and_marked() -> None:
-    found = networks({"erm": network(3, plain=0.1, scaled=0.1), "amp": network(8, plain=0.1, scaled=0.1)})
+    found = networks({"erm": network(3, plain=0.1, scaled=0.1), "amp": network(8, plain=0.1, scaled=0.1)}, 359)
     assert found is not None
     (digit,) = found.digits
     assert (digit.given, digit.true) == (3, 8)
@@ -60,4 +61,4 @@ def test_a_digit_is_drawn_a_square_a_pixel_with_ink() -> None:
 
 
 def test_numbers_without_networks_make_no_section() -> None:
-    assert networks({}) is None
+    assert networks({}, 359) is None

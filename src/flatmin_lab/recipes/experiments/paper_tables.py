@@ -6,7 +6,7 @@
 The paper's own numbers are in `paper_numbers.py`.
 
     paper       200 epochs, the rate divided by ten after 100 and 150, 10 trials, as the published code trains; a
-                PreActResNet18 takes an H200 some 6 minutes with ERM and 11 with AMP
+                PreActResNet18 takes an H200 some 7 minutes with ERM and 11 with AMP
     paper-v2    the same length, as in the second version of that code and the paper's text
     short       60 epochs, divided after 30 and 45, 3 trials, AMP with a radius of at most 0.1: a large one needs a long
                 run. Everything else as in `paper-v2`, not `paper`

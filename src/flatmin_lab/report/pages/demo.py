@@ -39,7 +39,7 @@ def demo_page(demo: Mapping[str, Any]) -> str:
         facts={method: facts(own, bins[method]) for method, own in runs.items()},
         entropy=entropy(demo["noise"], classes=10),
         flooding_is_erm=all(map(_nearly_equal, _losses(runs["flooding"]), _losses(runs["erm"]))),
-        networks=networks(demo.get("networks", {})),
+        networks=networks(demo.get("networks", {}), demo["test"]),
         legend=[(Markup(legend_sample(method)), NAMES[method]) for method in runs],
         curves=[Markup(svg(curves(title, lines))) for title, lines in _over_epochs(runs).items()],
         reliability=[Markup(svg(reliability_diagram(NAMES[method], bins[method], method=method))) for method in runs],

@@ -43,8 +43,8 @@ class Networks(NamedTuple):
     answer: str  # to whether AMP is worse calibrated
 
 
-def networks(found: Mapping[str, Mapping[str, Any]]) -> Networks | None:
-    """By method; None where the numbers have none."""
+def networks(found: Mapping[str, Mapping[str, Any]], test: int) -> Networks | None:
+    """By method, measured on so many test digits; None where the numbers have none."""
     if not found:
         return None
     first = next(iter(found.values()))
@@ -62,7 +62,7 @@ def networks(found: Mapping[str, Mapping[str, Any]]) -> Networks | None:
         _lines(found),
         {NAMES[method]: rise for method, own in found.items() if (rise := _rise(own)) is not None},
         calibration,
-        _answer({one.method: one for one in calibration}),
+        _answer({one.method: one for one in calibration}, 1 / test),
     )
 
 
@@ -111,8 +111,11 @@ def _calibration(method: str, own: Mapping[str, Any]) -> Calibration:
     return Calibration(method, NAMES[method], own["temperature"], own["plain"], own["scaled"])
 
 
-def _answer(found: Mapping[str, Calibration]) -> str:
-    """Whether AMP is worse calibrated than ERM; empty where the numbers do not say."""
+def _answer(found: Mapping[str, Calibration], one_digit: float) -> str:
+    """Whether AMP is worse calibrated than ERM; empty where the numbers do not say.
+
+    A single digit, right instead of wrong, changes an ECE by up to `one_digit`: a smaller difference says nothing.
+    """
     erm, amp = (found.get(method) for method in ("erm", "amp"))
     if erm is None or amp is None or erm.scaled is None or amp.scaled is None:
         return ""
@@ -121,9 +124,13 @@ def _answer(found: Mapping[str, Calibration]) -> str:
     )
     if None in (*plain, *scaled):
         return ""
-    before, after = plain[0] > plain[1], scaled[0] > scaled[1]  # type: ignore[operator]
+    before = plain[0] - plain[1] > one_digit  # type: ignore[operator]
+    higher: float = scaled[0] - scaled[1]  # type: ignore[operator]
+    after = higher > one_digit
     if before and not after:
-        return "Is AMP worse calibrated? Only before scaling; afterwards its ECE is the lower one."
+        is_lower = higher < -one_digit
+        how = "its ECE is the lower one" if is_lower else "the two differ by less than one test digit can make"
+        return f"Is AMP worse calibrated? Only before scaling; afterwards {how}."
     if before:
         return "Is AMP worse calibrated? Here, yes, both before and after scaling."
     return (
