@@ -41,6 +41,7 @@ CHEAP = {  # modes, as the README calls them
     "ERM": "ERM",
     "ERM (75 epochs)": "ERM, a quarter more epochs",
     "AMP (ε 0.2, start 0.9, drops at 0.5 and 0.97)": "AMP in the last tenth",
+    "AMP (ε auto, start 0.9, drops at 0.5 and 0.97)": "AMP in the last tenth, ε auto",
     "AMP (ε 0.2, start 0.75, drops at 0.5 and 0.9)": "AMP in the last quarter",
     "AMP (ε auto, start 0.75, drops at 0.5 and 0.9)": "AMP in the last quarter, ε auto",
     "AMP": "AMP in all steps",
