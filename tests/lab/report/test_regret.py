@@ -1,5 +1,6 @@
 """The regret: what a radius that adjusts itself loses of the best fixed one's gain."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from flatmin_lab.recipes.experiments import EXPERIMENTS
 from flatmin_lab.report.loader import load_results
 from flatmin_lab.report.pages.report import report_page
-from flatmin_lab.report.paper.regret import Regret, regrets
+from flatmin_lab.report.paper.regret import Regret, mean_regrets, regrets
 from flatmin_lab.report.paper.tables import fill_table, runs_by_recipe
 from tests.support.pages import text_of
 from tests.support.report_files import write_result
@@ -49,6 +50,21 @@ def test_it_is_the_way_from_the_best_fixed_radius_back_to_erm(tmp_path: Path) ->
     said = text_of(report_page(load_results([tmp_path])))
     assert "What a radius that adjusts itself loses: protocol “short”" in said
     assert "of the gain of AMP (ε 0.12), n = 2" in said
+
+
+def test_the_mean_is_that_of_the_sets_with_a_gain(tmp_path: Path) -> None:
+    gains = {"erm": [0.059, 0.061], "amp-radius-0.12": [0.049, 0.051], "amp-radius-0.25": [0.054, 0.056]}
+    first, second = tmp_path / "first", tmp_path / "second"
+    (one,) = regrets_of(first, {**gains, "amp-auto": [0.051, 0.053]})
+    (other,) = regrets_of(second, {**gains, "amp-auto": [0.048, 0.050]})
+    nothing = replace(one, lost=[None, None, None])
+    (mean,) = mean_regrets([one, nothing, other])
+    assert mean.name == "AMP (ε auto)"
+    for found in mean.shares:
+        assert found is not None
+        assert found == (pytest.approx(0.05), 2)
+    assert mean_regrets([one, nothing]) == []
+    assert mean_regrets([]) == []
 
 
 def test_without_a_clear_gain_there_is_nothing_to_lose(tmp_path: Path) -> None:

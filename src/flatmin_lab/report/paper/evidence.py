@@ -17,7 +17,7 @@ from flatmin_lab.report.paper.deviations import deviations
 from flatmin_lab.report.paper.families import Family, NamedFamily, named_families
 from flatmin_lab.report.paper.frontier import Frontier, frontiers
 from flatmin_lab.report.paper.recovered_curves import Point, figure_8, figure_11
-from flatmin_lab.report.paper.regret import Regret, regrets
+from flatmin_lab.report.paper.regret import MeanRegret, Regret, mean_regrets, regrets
 from flatmin_lab.report.paper.tables import FilledTable, Row, fill_table, runs_by_recipe
 
 PAIRS = ("ball", "adversary", "first_version", "compute", "precision", "rivals")  # tables that compare rows pairwise
@@ -59,6 +59,10 @@ class ProtocolEvidence:
     def has_paper_length(self) -> bool:
         """Whether the paper's numbers stand beside these."""
         return self.name in PAPER_LENGTH
+
+    @property
+    def mean_regrets(self) -> list[MeanRegret]:
+        return mean_regrets(self.regrets)
 
     @property
     def tested(self) -> list[ClaimVerdict]:

@@ -40,6 +40,26 @@ class Regret:
     lost: list[Lost | None]
 
 
+class MeanRegret(NamedTuple):
+    """An automatic radius over all data sets: for each column the mean share, and how many sets have a gain there."""
+
+    name: str
+    columns: list[str]
+    shares: list[tuple[float, int] | None]
+
+
+def mean_regrets(found: Sequence[Regret]) -> list[MeanRegret]:
+    """One for each automatic radius that has lost, or won, something on two data sets or more."""
+    means = []
+    for name in dict.fromkeys(one.auto.name for one in found):
+        same = [one for one in found if one.auto.name == name]
+        lost = [[part.share for part in column if part] for column in zip(*(one.lost for one in same), strict=True)]
+        shares = [(mean(column), len(column)) if len(column) > 1 else None for column in lost]
+        if any(shares):
+            means.append(MeanRegret(name, same[0].columns, shares))
+    return means
+
+
 def regrets(table: FilledTable) -> list[Regret]:
     """One for each automatic radius beside ERM and two or more fixed ones."""
     found = []
