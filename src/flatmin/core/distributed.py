@@ -12,6 +12,7 @@ Settings, and which parameters have gradients, must be the same on all ranks. Th
 so that a difference becomes an error on every rank instead of a deadlock.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -80,6 +81,22 @@ def check_layout(
             "sync_perturbation=False runs the first pass under no_sync(), which DistributedDataParallel cannot do with "
             "static_graph=True; leave that out, or use sync_perturbation=True"
         )
+
+
+def drop_gathered_weights(model: nn.Module | None) -> None:
+    """After an exception in a pass: FSDP2 may still have its whole weights and gradients, and would use them again."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is sharded
+    done = set[int]()
+    for part in () if model is None or fsdp is None else model.modules():
+        if not isinstance(part, fsdp.FSDPModule) or id(part) in done:
+            continue
+        for param in part.parameters():
+            param.grad = None
+        if hasattr(part, "reset_iter_state"):  # with all modules inside it
+            part.reset_iter_state()
+            done.update(map(id, part.modules()))
+        else:  # torch before 2.13
+            part.reshard()
 
 
 def any_rank(flag: Tensor, groups: Sequence[Any]) -> Tensor:

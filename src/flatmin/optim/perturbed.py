@@ -541,6 +541,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             yield
         except BaseException:
             self._put_back_theta()
+            distributed.drop_gathered_weights(self.model)
             if undo is not None:
                 undo.put_back()
             if self._pass_start is not None:
