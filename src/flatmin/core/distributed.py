@@ -85,9 +85,11 @@ def check_layout(
 
 def drop_gathered_weights(model: nn.Module | None) -> None:
     """After an exception in a pass: FSDP2 may still have its whole weights and gradients, and would use them again."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is sharded
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if model is None or fsdp is None:  # not imported: nothing is sharded
+        return
     done = set[int]()
-    for part in () if model is None or fsdp is None else model.modules():
+    for part in model.modules():
         if not isinstance(part, fsdp.FSDPModule) or id(part) in done:
             continue
         for param in part.parameters():
