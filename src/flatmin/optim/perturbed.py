@@ -257,7 +257,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     def devices(self) -> list[torch.device]:
         """The devices of the parameters, each once, in the order of the groups."""
-        return list({p.device: None for group in self.base.param_groups for p in group["params"]})
+        found = {p.device: None for group in self.base.param_groups for p in group["params"]}
+        return [device for device in found if device.type != "meta"]  # such weights were replaced, or are not used
 
     def _drop_gradients(self) -> None:
         """The base's zero_grad(), without the overhead of torch's own; in place if the loop's are zeroed in place."""
@@ -750,7 +751,14 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 f"no parameter got a gradient in {where}, because the optimizer's are no longer the model's; create "
                 "the optimizer last, after fully_shard(), .to() and the like"
             )
-        raise RuntimeError(f"no parameter got a gradient in {where}; call backward() inside it")
+        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._params()):
+            raise RuntimeError(
+                f"no parameter has a gradient after {where}, but a post-accumulate-grad hook, which may have taken it: "
+                "a step within the backward pass cannot be perturbed; remove the hook"
+            )
+        raise RuntimeError(
+            f"no parameter got a gradient in {where}; call backward() inside it, on a loss of these parameters"
+        )
 
 
 def _second_order_error(where: str) -> RuntimeError:
