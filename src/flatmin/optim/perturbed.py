@@ -629,7 +629,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         """In the first step: a perturbation per rank needs replicas, and all ranks need the same settings."""
         distributed.check_layout(self._replicas, self._params(), sync_perturbation=self.sync_perturbation)
         groups = distributed.process_groups_of(self._replicas, self._params())
-        if groups:  # only then: reading ε may wait for the device
+        if groups and not distributed.is_joining(self._replicas):  # only then: reading ε may wait for the device
             settings = {
                 **{key: [float(group[key]) for group in self.param_groups] for key in self._hyperparameters},
                 **{name: getattr(self, name) for name in self.same_on_ranks},
@@ -639,7 +639,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     def _compare_gradients(self, *, ascends: bool) -> None:
         """In the first step: a parameter with a gradient on only some ranks would make the others wait forever."""
-        if not self._process_groups:
+        if not self._process_groups or distributed.is_joining(self._replicas):
             return
         distributed.check_missing_gradients(self._params(), self.model, self._process_groups, device=self._home)
         if self._replicas:
@@ -682,6 +682,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             self._checked = [self.ball, *settings, *kinds] if compared else None
         if self._process_groups is None:
             self._check_ranks()
+        if self._process_groups and self.starts_clean and self.perturbs:
+            distributed.check_join(self._replicas, self.base, sync_perturbation=self.sync_perturbation)
         return scaler
 
     def _check_ascent(self, closure: object, ascent: object) -> None:
