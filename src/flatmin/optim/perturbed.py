@@ -200,6 +200,11 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         self._measured.numbers |= {"loss": loss.detach(), "loss_perturbed": loss_perturbed.detach()}
 
     @property
+    def step_settings(self) -> tuple[Any, ...]:
+        """What a step depends on besides the groups: the passes, the ball, the model, RMP's noise."""
+        return tuple(getattr(self, name) for name in self._settings if name not in ("base", "sync_perturbation"))
+
+    @property
     def shares_clean_state(self) -> bool:
         """Do all passes of a step use the buffers and dropout masks of the clean pass?"""
         return self.model is not None and self.starts_clean
@@ -256,9 +261,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         return skip
 
     def devices(self) -> list[torch.device]:
-        """The devices of the parameters, each once, in the order of the groups."""
-        found = {p.device: None for group in self.base.param_groups for p in group["params"]}
-        return [device for device in found if device.type != "meta"]  # such weights were replaced, or are not used
+        """The devices of the parameters, each once, in the order of the groups; not "meta", which has no numbers."""
+        return list({p.device: None for group in self.base.param_groups for p in group["params"] if not p.is_meta})
 
     def _drop_gradients(self) -> None:
         """The base's zero_grad(), without the overhead of torch's own; in place if the loop's are zeroed in place."""
