@@ -284,6 +284,9 @@ def test_parameters_that_are_the_models_no_more_are_told_apart_from_a_missing_ba
     case.model.load_state_dict(weights, assign=True)
     with pytest.raises(RuntimeError, match="are no longer the model's; create the optimizer last"):
         optimizer.step(case.closure(optimizer))
+    case.loss().backward()
+    with pytest.raises(RuntimeError, match=r"before perturbed\(\), because .* are no longer the model's"):
+        optimizer.perturbed().__enter__()
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -501,6 +501,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             )
         self._check_same_scaler(scaler)
         if self.starts_clean and not self.has_gradients():
+            self._check_parameters("before perturbed()")
             raise RuntimeError("perturbed() follows the gradient, but no parameter has one; call backward() first")
 
     def _check_same_scaler(self, scaler: GradScaler | None) -> None:
@@ -752,11 +753,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             if first.requires_grad:
                 raise _second_order_error(where)
             return
-        if self.model is not None and {id(p) for p in self._params()}.isdisjoint(map(id, self.model.parameters())):
-            raise RuntimeError(
-                f"no parameter got a gradient in {where}, because the optimizer's are no longer the model's; create "
-                "the optimizer last, after fully_shard(), .to() and the like"
-            )
+        self._check_parameters(f"in {where}")
         if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._params()):
             raise RuntimeError(
                 f"no parameter has a gradient after {where}, but a post-accumulate-grad hook, which may have taken it: "
@@ -765,6 +762,14 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         raise RuntimeError(
             f"no parameter got a gradient in {where}; call backward() inside it, on a loss of these parameters"
         )
+
+    def _check_parameters(self, where: str) -> None:
+        """Without a gradient: has something replaced the model's parameters?"""
+        if self.model is not None and {id(p) for p in self._params()}.isdisjoint(map(id, self.model.parameters())):
+            raise RuntimeError(
+                f"no parameter got a gradient {where}, because the optimizer's are no longer the model's; create the "
+                "optimizer last, after fully_shard(), .to() and the like"
+            )
 
 
 def _second_order_error(where: str) -> RuntimeError:
