@@ -1,5 +1,6 @@
 """Bad input gets one line that states the rule, the value and the way out; the weights stay as they were."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import LBFGS, SGD, SparseAdam
+from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
 
 import flatmin
 from tests.support.cases import METHODS, Setup, same, setup
@@ -22,6 +23,13 @@ class OwnEpsilon(torch.optim.SGD):
     def __init__(self, params: Any, epsilon: float = 1e-8) -> None:
         super().__init__(params)
         self.defaults["epsilon"] = self.param_groups[0]["epsilon"] = epsilon
+
+
+class Averaging(Optimizer):
+    """Does not call Optimizer.__init__, like torch's PostLocalSGDOptimizer."""
+
+    def __init__(self, optim: Optimizer) -> None:
+        self.optim, self.param_groups = optim, optim.param_groups
 
 
 def sgd(case: Setup) -> SGD:
@@ -93,6 +101,10 @@ CONSTRUCTORS: dict[str, tuple[Callable[[Setup], Any], str]] = {
     "a base with an epsilon of its own": (
         lambda case: AMP(OwnEpsilon(case.model.parameters()), epsilon=0.1),
         "AMP keeps epsilon in the groups of its base, but OwnEpsilon has its own epsilon there; rename it",
+    ),
+    "a base around another, without its defaults": (
+        lambda case: AMP(Averaging(sgd(case)), epsilon=0.1),
+        r"that has defaults, got an object of type Averaging without; .* PostLocalSGDOptimizer\(AMP\(optimizer",
     ),
     "lbfgs": (lambda case: AMP(LBFGS(case.model.parameters()), epsilon=0.1), "LBFGS .* got epsilon=0.1; use"),
     "bad group": (
@@ -254,14 +266,27 @@ def test_a_backward_pass_before_the_step_does_not_do_for_the_closures_own(inner_
         assert same(case.weights(), theta)
 
 
-def test_parameters_that_are_the_models_no_more_are_told_apart_from_a_missing_backward() -> None:
+def test_a_gradient_that_a_hook_takes_is_told_apart_from_a_missing_backward() -> None:
     case = setup()
+    for param in case.model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1)
+    with pytest.raises(RuntimeError, match=r"a post-accumulate-grad hook, .* cannot be perturbed; remove the hook"):
+        optimizer.step(case.closure(optimizer))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # a model made on "meta" gets its weights from to_empty()
+def test_parameters_that_are_the_models_no_more_are_told_apart_from_a_missing_backward(device: str) -> None:
+    case = setup()
+    weights = copy.deepcopy(case.model.state_dict())
+    case.model.to(device)
     optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1, model=case.model)
-    for module in case.model.modules():
-        for name, param in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(param.detach().clone()))  # as fully_shard() does
+    case.model.load_state_dict(weights, assign=True)
     with pytest.raises(RuntimeError, match="are no longer the model's; create the optimizer last"):
         optimizer.step(case.closure(optimizer))
+    case.loss().backward()
+    with pytest.raises(RuntimeError, match=r"before perturbed\(\), because .* are no longer the model's"):
+        optimizer.perturbed().__enter__()
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -337,7 +337,7 @@ class CapturedStep:
         ]
         flags = [p.requires_grad for group in optimizer.param_groups for p in group["params"]]
         modes = [module.training for module in self._modules]
-        own = [getattr(optimizer, name, None) for name in ("inner_iter", "ball", "norm")]
+        own = () if self.spec.wrapper is None else self.spec.wrapper.step_settings
         around = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         return (
             shape,

@@ -20,6 +20,7 @@ from flatmin.capture.clipped_sgd import ClippedSGD, clipped
 from flatmin.capture.step_spec import StepSpec, rehearsal
 from flatmin.capture.weight_swap import weights_cast_once, with_substitutes
 from flatmin.core import multi_tensor
+from flatmin.core.capturable import CannotCaptureError
 from flatmin.core.copies import Copies
 from flatmin.core.random_state import random_state, set_random_state
 from flatmin.core.tensors import copy_, has_layout_of, is_dense
@@ -62,6 +63,18 @@ def weights_only_cast(spec: StepSpec, inputs: Sequence[Any]) -> set[Tensor]:
     with rehearsal(spec), torch.enable_grad():
         batch = spec.make_batch(inputs)
         return weights_cast_once(spec.params, spec.autocast, forward_and_backward)
+
+
+def weights_reached(spec: StepSpec, inputs: Sequence[Any]) -> set[Tensor]:
+    """The weights that get a gradient from backward(), as in an ordinary step."""
+    with rehearsal(spec), torch.enable_grad():
+        for p in spec.params:  # the loop may have left some
+            p.grad = None
+        batch = spec.make_batch(inputs)
+        with spec.precision():
+            result = spec.loss_fn(spec.model, *batch)
+        spec.loss_of(result).backward()
+        return {p for p in spec.params if p.grad is not None}
 
 
 class PassRandom:
@@ -114,6 +127,7 @@ class FunctionalStep:
     ) -> None:
         self.spec, self.forward, self.inputs, self.pass_random = spec, forward, inputs, pass_random
         self.theta = theta  # for a base whose step must be undone to skip it
+        self.reached = weights_reached(spec, inputs)
         self.half = substitutes.of(weights_only_cast(spec, inputs), dtype=spec.autocast)
         wrapper = spec.wrapper
         self.perturbs = wrapper is not None and wrapper.perturbs
@@ -146,6 +160,7 @@ class FunctionalStep:
         """Run all but the base's step; changes only buffers and random states. Returns the last gradients."""
         measured = Measured()
         self.result, latest, gradients = self._run_passes(measured)
+        self._check_reached(gradients)
         wrapper, device = self.spec.wrapper, self.spec.device
         self.skip = torch.zeros((), dtype=torch.bool, device=device)
         self.measured = {}
@@ -160,6 +175,15 @@ class FunctionalStep:
         if self.rates is not None and isinstance(base, ClippedSGD):  # otherwise its own step clips
             gradients = clipped(gradients, base.clip_norm)
         return gradients
+
+    def _check_reached(self, gradients: Gradients) -> None:
+        if self.perturbs and not gradients:
+            raise CannotCaptureError("no weight got a gradient")
+        if not self.reached <= gradients.keys():  # autograd.grad does not look into such a pass, and would skip it
+            raise CannotCaptureError(
+                "some weights get a gradient only from a backward pass within the backward pass, or not in every call; "
+                "with torch.utils.checkpoint, give it use_reentrant=False"
+            )
 
     def _run_passes(self, measured: Measured) -> tuple[Any, Any, Gradients]:
         """The results of the first and the last pass, and the last gradients."""

@@ -9,9 +9,10 @@ Either way the descent is synchronised, so replicas stay equal to the last bit a
 with a perturbation per rank, only the flag "skip this step" must be sent in addition.
 
 Settings, and which parameters have gradients, must be the same on all ranks. They are compared once, in the first step,
-so that a difference becomes an error on every rank instead of a deadlock.
+so that a difference becomes an error on every rank instead of a deadlock; not within join(), where ranks may be absent.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -80,6 +81,48 @@ def check_layout(
             "sync_perturbation=False runs the first pass under no_sync(), which DistributedDataParallel cannot do with "
             "static_graph=True; leave that out, or use sync_perturbation=True"
         )
+
+
+def is_joining(replicas: Iterable[DistributedDataParallel]) -> bool:
+    """Is this within join()? Then a rank may have no data, and only answers the messages of the others' passes.
+
+    torch keeps the mark when the block is left, until `join(enable=False)`.
+    """
+    return any(replica._join_config.enable for replica in replicas)
+
+
+def check_join(replicas: Iterable[DistributedDataParallel], base: object, *, sync_perturbation: bool) -> None:
+    """The messages of a step must be those that join() answers."""
+    if not is_joining(replicas):
+        return
+    if not sync_perturbation:
+        raise ValueError(
+            "under join() a rank without data answers only the messages of DistributedDataParallel, got "
+            "sync_perturbation=False, which sends another; use sync_perturbation=True, or as many batches on every rank"
+        )
+    if hasattr(base, "_join_config"):
+        raise ValueError(
+            f"under join() a rank without data answers one pass for each step of {type(base).__name__}, got a "
+            "perturbed step, which has several; use as many batches on every rank, or another base"
+        )
+
+
+def drop_gathered_weights(model: nn.Module | None) -> None:
+    """After an exception in a pass: FSDP2 may still have its whole weights and gradients, and would use them again."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if model is None or fsdp is None:  # not imported: nothing is sharded
+        return
+    done = set[int]()
+    for part in model.modules():
+        if not isinstance(part, fsdp.FSDPModule) or id(part) in done:
+            continue
+        for param in part.parameters():
+            param.grad = None
+        if hasattr(part, "reset_iter_state"):  # with all modules inside it
+            part.reset_iter_state()
+            done.update(map(id, part.modules()))
+        else:  # torch before 2.13
+            part.reshard()
 
 
 def any_rank(flag: Tensor, groups: Sequence[Any]) -> Tensor:

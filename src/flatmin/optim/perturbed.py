@@ -200,6 +200,11 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         self._measured.numbers |= {"loss": loss.detach(), "loss_perturbed": loss_perturbed.detach()}
 
     @property
+    def step_settings(self) -> tuple[Any, ...]:
+        """What a step depends on besides the groups: the passes, the ball, the model, RMP's noise."""
+        return tuple(getattr(self, name) for name in self._settings if name not in ("base", "sync_perturbation"))
+
+    @property
     def shares_clean_state(self) -> bool:
         """Do all passes of a step use the buffers and dropout masks of the clean pass?"""
         return self.model is not None and self.starts_clean
@@ -256,8 +261,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         return skip
 
     def devices(self) -> list[torch.device]:
-        """The devices of the parameters, each once, in the order of the groups."""
-        return list({p.device: None for group in self.base.param_groups for p in group["params"]})
+        """The devices of the parameters, each once, in the order of the groups; not "meta", which has no numbers."""
+        return list({p.device: None for group in self.base.param_groups for p in group["params"] if not p.is_meta})
 
     def _drop_gradients(self) -> None:
         """The base's zero_grad(), without the overhead of torch's own; in place if the loop's are zeroed in place."""
@@ -496,6 +501,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             )
         self._check_same_scaler(scaler)
         if self.starts_clean and not self.has_gradients():
+            self._check_parameters("before perturbed()")
             raise RuntimeError("perturbed() follows the gradient, but no parameter has one; call backward() first")
 
     def _check_same_scaler(self, scaler: GradScaler | None) -> None:
@@ -541,6 +547,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             yield
         except BaseException:
             self._put_back_theta()
+            distributed.drop_gathered_weights(self.model)
             if undo is not None:
                 undo.put_back()
             if self._pass_start is not None:
@@ -627,7 +634,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         """In the first step: a perturbation per rank needs replicas, and all ranks need the same settings."""
         distributed.check_layout(self._replicas, self._params(), sync_perturbation=self.sync_perturbation)
         groups = distributed.process_groups_of(self._replicas, self._params())
-        if groups:  # only then: reading ε may wait for the device
+        if groups and not distributed.is_joining(self._replicas):  # only then: reading ε may wait for the device
             settings = {
                 **{key: [float(group[key]) for group in self.param_groups] for key in self._hyperparameters},
                 **{name: getattr(self, name) for name in self.same_on_ranks},
@@ -637,7 +644,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     def _compare_gradients(self, *, ascends: bool) -> None:
         """In the first step: a parameter with a gradient on only some ranks would make the others wait forever."""
-        if not self._process_groups:
+        if not self._process_groups or distributed.is_joining(self._replicas):
             return
         distributed.check_missing_gradients(self._params(), self.model, self._process_groups, device=self._home)
         if self._replicas:
@@ -680,6 +687,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             self._checked = [self.ball, *settings, *kinds] if compared else None
         if self._process_groups is None:
             self._check_ranks()
+        if self._process_groups and self.starts_clean and self.perturbs:
+            distributed.check_join(self._replicas, self.base, sync_perturbation=self.sync_perturbation)
         return scaler
 
     def _check_ascent(self, closure: object, ascent: object) -> None:
@@ -744,12 +753,23 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             if first.requires_grad:
                 raise _second_order_error(where)
             return
+        self._check_parameters(f"in {where}")
+        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._params()):
+            raise RuntimeError(
+                f"no parameter has a gradient after {where}, but a post-accumulate-grad hook, which may have taken it: "
+                "a step within the backward pass cannot be perturbed; remove the hook"
+            )
+        raise RuntimeError(
+            f"no parameter got a gradient in {where}; call backward() inside it, on a loss of these parameters"
+        )
+
+    def _check_parameters(self, where: str) -> None:
+        """Without a gradient: has something replaced the model's parameters?"""
         if self.model is not None and {id(p) for p in self._params()}.isdisjoint(map(id, self.model.parameters())):
             raise RuntimeError(
-                f"no parameter got a gradient in {where}, because the optimizer's are no longer the model's; create "
-                "the optimizer last, after fully_shard(), .to() and the like"
+                f"no parameter got a gradient {where}, because the optimizer's are no longer the model's; create the "
+                "optimizer last, after fully_shard(), .to() and the like"
             )
-        raise RuntimeError(f"no parameter got a gradient in {where}; call backward() inside it")
 
 
 def _second_order_error(where: str) -> RuntimeError:

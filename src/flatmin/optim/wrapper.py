@@ -286,6 +286,11 @@ def _check_base(base: object, name: str, hyperparameters: Iterable[str]) -> None
             f"{name} wraps an instance of torch.optim.Optimizer, got {describe(base)}; "
             f"write {name}(torch.optim.SGD(model.parameters(), lr=0.1), epsilon=0.1)"
         )
+    if not hasattr(base, "defaults"):  # it did not call Optimizer.__init__
+        raise TypeError(
+            f"{name} wraps an optimizer that has defaults, got {describe(base)} without; wrap the optimizer "
+            f"inside it, as in PostLocalSGDOptimizer({name}(optimizer, epsilon=0.1), averager)"
+        )
     for key in signature(type(base)).parameters.keys() & set(hyperparameters):
         raise ValueError(
             f"{name} keeps {key} in the groups of its base, but {type(base).__name__} has its own {key} there; "

@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.utils.checkpoint import checkpoint
 
 import flatmin
 from flatmin.capture.captured_step import CapturedStep, captured_step
@@ -486,11 +487,10 @@ def test_a_rehearsal_leaves_nothing_behind() -> None:
     optimizer = flatmin.RMP(sgd()(case.model.parameters()), epsilon=0.1, generator=generator)
     buffer, drawn, host = case.model.mean, generator.get_state(), HostRandom()
     centred = nn.BatchNorm1d(6)
-    step = aside(case, optimizer)
 
     def run() -> None:
         with rehearsal(spec_of(case, optimizer, batch=centred)):
-            step()
+            optimizer.step(case.closure(optimizer))
             centred(case.x)
             torch.rand(3)
             random.random()
@@ -521,6 +521,37 @@ def test_what_a_graph_would_not_notice_is_refused() -> None:
         step._key(({1, 2},))
     with pytest.raises(CannotCaptureError, match="loss_fn returns an object of type Setup"):
         _check_result((case.x, case), case.x.device)
+
+
+class Recomputing(nn.Module):
+    """Its first layer is recomputed in the backward pass; the inputs need a gradient, but no weight comes before it."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.use_reentrant = nn.Linear(6, 8), nn.Linear(8, 3), use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.first, x.requires_grad_(), use_reentrant=self.use_reentrant)
+        out: Tensor = self.last(hidden)
+        return out
+
+
+def test_weights_that_only_backward_reaches_are_not_left_out() -> None:
+    batch = setup()
+    plain, other = (Setup(Recomputing(use_reentrant=False), batch.x, batch.y) for _ in range(2))
+    expected, optimizer = (flatmin.AMP(sgd()(case.model.parameters()), epsilon=0.1) for case in (plain, other))
+    step = aside(other, optimizer)
+    other.model.last.bias.grad = torch.ones(3)  # type: ignore[union-attr]
+    step()
+    expected.step(plain.closure(expected))
+    assert same(other.weights(), plain.weights())
+    other.model.use_reentrant = True  # type: ignore[assignment]
+    with pytest.raises(CannotCaptureError, match="give it use_reentrant=False"):
+        aside(other, optimizer)()
+    other.model.load_state_dict(copy.deepcopy(other.model.state_dict()), assign=True)
+    with pytest.raises(CannotCaptureError, match="no weight got a gradient"):
+        aside(other, optimizer)()
 
 
 def test_the_modes_and_buffers_of_a_loss_that_is_a_module_are_seen() -> None:

@@ -191,6 +191,10 @@ class Life:
         if isinstance(self.optimizer, flatmin.AMP):
             self.optimizer.inner_iter = (1, 2, 0)[number // 5]
 
+    def change_model(self, number: int) -> None:
+        if isinstance(self.optimizer, flatmin.AMP | flatmin.RMP):
+            self.optimizer.model = None if 4 <= number < 9 else self.model
+
 
 CHANGES = [name for name in vars(Life) if not name.startswith("_")]
 

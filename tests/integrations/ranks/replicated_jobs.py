@@ -86,6 +86,17 @@ def match_after_join(rank: int) -> dict[str, Any]:
     return {"weights": [*case.weights(), torch.tensor(optimizer.param_groups[0]["epsilon"])]}
 
 
+def join_without_data(rank: int) -> dict[str, Any]:
+    """Under join() from the first step on, the first rank has no batch at all: the others train without it."""
+    case = own_part(twelve(), rank)
+    case.model = model = DistributedDataParallel(case.model)
+    optimizer = AMP(SGD(model.parameters(), lr=0.1), epsilon=0.1, model=model)
+    with model.join():
+        for _ in range(2 if rank else 0):
+            optimizer.step(case.closure(optimizer))
+    return {"weights": case.weights()}
+
+
 def train_as_one(rank: int, inner_iter: int, **options: Any) -> dict[str, Any]:
     """One perturbation for all: the same as one process with the whole batch."""
     whole = twelve()
@@ -343,9 +354,13 @@ def disagree(rank: int, on: str) -> dict[str, Any]:
         "replicas": {"model": model.module, "sync_perturbation": False},
         "static": {"sync_perturbation": False},
         "local": {"sync_perturbation": False},
+        "join": {"sync_perturbation": False},
         "outside": {},
     }
-    optimizer = AMP(SGD(params, lr=0.1), **{"epsilon": 0.1, "model": model, **wrong.get(on, {})})
+    base: Any = SGD(params, lr=0.1)
+    if on == "join-zero":
+        base = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=SGD, lr=0.1)
+    optimizer = AMP(base, **{"epsilon": 0.1, "model": model, **wrong.get(on, {})})
     before, message = case.weights(), ""
 
     def closure() -> Tensor:
@@ -360,24 +375,27 @@ def disagree(rank: int, on: str) -> dict[str, Any]:
         return loss
 
     try:
-        optimizer.step(closure)
+        with model.join(enable=on.startswith("join")):
+            optimizer.step(closure)
     except (ValueError, RuntimeError) as error:
         message = str(error)
     stayed = all(torch.equal(a, b) for a, b in zip(case.weights(), before, strict=True))
     for group in optimizer.param_groups:
         group["epsilon"] = 0.1
     optimizer.inner_iter, optimizer.sync_perturbation, on = 1, True, ""
-    optimizer.step(closure)  # nothing is lost after an error
+    with model.join(enable=False):
+        optimizer.step(closure)  # nothing is lost after an error
     return {"message": message, "stayed": stayed, "weights": case.weights()}
 
 
-WRONG = ("epsilon", "idle", "inner_iter", "gradients", "replicas", "static", "local", "outside")
+WRONG = ("epsilon", "idle", "inner_iter", "gradients", "replicas", "static", "local", "outside", "join", "join-zero")
 JOBS: dict[str, Any] = {
     **{f"ddp-{method}": partial(train, method=method) for method in METHODS},
     **{f"spoilt-{method}": partial(train, method=method, spoil=True) for method in METHODS},
     **{f"as-one-{n}": partial(train_as_one, inner_iter=n) for n in (1, 2)},
     "as-one-matched": train_matched,
     "matched-after-join": match_after_join,
+    "join-without-data": join_without_data,
     "as-one-views": partial(train_as_one, inner_iter=1, gradient_as_bucket_view=True),
     "as-one-static": partial(train_as_one, inner_iter=1, static_graph=True),
     **{

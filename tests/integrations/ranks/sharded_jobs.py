@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import clip_grad_norm_
@@ -32,6 +32,8 @@ BASES: dict[str, Any] = {
     "adamw-fused": partial(AdamW, lr=1e-2, fused=True),
 }
 FORMS = ("closure", "blocks", "micro-batches", "clipped")
+# where an exception may come from; before torch 2.13, FSDP2 cannot go on after one in the backward pass
+FAILURES = ("loss", "backward") if hasattr(FSDPModule, "reset_iter_state") else ("loss",)
 
 
 def double(model: str = "mlp") -> Setup:
@@ -40,6 +42,9 @@ def double(model: str = "mlp") -> Setup:
 
 def spread(model: nn.Module, how: str) -> None:
     ranks = dist.get_world_size()
+    if how == "sharded at once":
+        fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+        return
     if how == "sharded":
         mesh = init_device_mesh("cpu", (ranks,))
         for layer in model:  # type: ignore[attr-defined]
@@ -96,28 +101,47 @@ def skip_together(rank: int, base: str, scaled: bool) -> dict[str, Any]:
     return overflow_once(case, optimizer, scaled=scaled)
 
 
-def restore(rank: int) -> dict[str, Any]:
-    """An exception in the perturbed pass: shards come back bit for bit, in their own memory."""
+def fail(*_: object) -> Any:
+    raise OSError
+
+
+def restore(rank: int, how: str, within: str) -> dict[str, Any]:
+    """An exception in the perturbed pass: shards come back bit for bit, in their own memory, and training goes on."""
     case = double()
-    spread(case.model, "sharded")
+    spread(case.model, how)
     optimizer = AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1, model=case.model)
     params = [p.to_local() for p in case.model.parameters() if isinstance(p, DTensor)]
     before, places = [p.clone() for p in params], [p.data_ptr() for p in params]
-    calls = 0
+    hidden, calls = list[Tensor](), 0
+    case.model[1].register_forward_hook(lambda *given: hidden.append(given[-1]))  # type: ignore[index]
 
     def closure() -> Tensor:
         nonlocal calls
         calls += 1
-        loss = case.closure(optimizer)()
+        optimizer.zero_grad()
+        loss = case.loss()
+        if calls == 2 and within == "loss":
+            fail()
         if calls == 2:
-            raise KeyboardInterrupt
+            hidden[-1].register_hook(fail)
+        loss.backward()
         return loss
 
-    with suppress(KeyboardInterrupt):
+    with suppress(OSError):
         optimizer.step(closure)
     now = [p.to_local() for p in case.model.parameters() if isinstance(p, DTensor)]
     back = all(torch.equal(a, b) for a, b in zip(now, before, strict=True))
-    return {"back": back and len(before) > 0, "in_place": [p.data_ptr() for p in now] == places}
+    for _ in range(2):
+        optimizer.step(closure)
+    twin = double()
+    single = AMP(SGD(twin.model.parameters(), lr=0.1), epsilon=0.1)
+    take_steps(twin, single, "closure", steps=2)
+    return {
+        "back": back and len(before) > 0,
+        "in_place": [p.data_ptr() for p in now] == places,
+        "single": twin.weights(),
+        "spread": whole(case.model.parameters()),
+    }
 
 
 def measure(rank: int) -> dict[str, Any]:
@@ -292,6 +316,10 @@ def jobs(ranks: int, folder: Path) -> dict[str, Any]:
             for base in BASES
             for scaled in (False, True)
         },
-        "restore": restore,
+        **{
+            f"restore-{how}-{within}": partial(restore, how=how, within=within)
+            for how in ("sharded", "sharded at once")
+            for within in FAILURES
+        },
         **{f"refuse-{what}": partial(refuse, what=what) for what in ("apart", "older", "flat")},
     }

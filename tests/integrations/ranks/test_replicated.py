@@ -97,6 +97,8 @@ def test_epsilon_zero_is_the_base_optimizer_with_synchronised_gradients(seen: Se
         ("replicas", "got a model with none in it; pass model=ddp_model"),
         ("outside", "the same ‖∇J‖, got .* and only parameters of the DistributedDataParallel model"),
         ("local", r"the same ‖∇J‖, got .* run the last pass outside no_sync\(\).*LocalSGD.* model=ddp_model\.module"),
+        ("join", r"under join\(\) .* got sync_perturbation=False, .* use sync_perturbation=True"),
+        ("join-zero", r"one pass for each step of ZeroRedundancyOptimizer, got .* as many batches"),
         ("static", "cannot do with static_graph=True; leave that out, or use sync_perturbation=True"),
     ],
 )

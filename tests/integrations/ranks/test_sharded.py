@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.integrations.ranks.processes import in_ranks
-from tests.integrations.ranks.sharded_jobs import BASES, FORMS, jobs, load, uninterrupted
+from tests.integrations.ranks.sharded_jobs import BASES, FAILURES, FORMS, jobs, load, uninterrupted
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
 
@@ -70,8 +70,13 @@ def test_a_shard_that_is_not_finite_is_skipped_everywhere(seen: Seen, base: str,
         assert job["scale"] == (2.0**9 if scaled else 1.0)
 
 
-def test_after_an_exception_shards_are_back_in_place(seen: Seen) -> None:
-    assert all(job["back"] and job["in_place"] for job in all_of(seen, "restore"))
+@pytest.mark.parametrize("how", ["sharded", "sharded at once"])
+@pytest.mark.parametrize("within", FAILURES)
+def test_after_an_exception_shards_are_back_in_place_and_training_goes_on(seen: Seen, how: str, within: str) -> None:
+    for job in all_of(seen, f"restore-{how}-{within}"):
+        assert job["back"]
+        assert job["in_place"]
+        torch.testing.assert_close(job["spread"], job["single"])
 
 
 @pytest.mark.parametrize(
