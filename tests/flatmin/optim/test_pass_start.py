@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import flatmin
+from flatmin.optim import pass_start
 from tests.support.flatness_cases import DEVICES
 
 
@@ -131,6 +132,15 @@ def two_micro_batches(loop: Loop) -> None:
     loop.check(runs=2)
 
 
+def three_micro_batches_augmented_one_by_one(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    for _ in range(3):
+        loop.forward().backward()
+    torch.rand(1)  # the next batch is loaded early
+    loop.block(runs=3)
+    loop.check(runs=3)
+
+
 def a_pass_that_is_given_up(loop: Loop) -> None:
     loop.optimizer.zero_grad()
     loop.forward()
@@ -193,6 +203,7 @@ ORDERS = (
     such_noise_before_zero_grad,
     two_runs_in_one_loss,
     two_micro_batches,
+    three_micro_batches_augmented_one_by_one,
     a_pass_that_is_given_up,
     a_pass_that_is_given_up_with_its_gradient,
     a_block_that_raises,
@@ -216,6 +227,16 @@ def test_orders_may_change_from_step_to_step() -> None:
     loop = Loop()
     for order in (*ORDERS, *reversed(ORDERS)):
         order(loop)
+
+
+def test_calls_without_a_step_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pass_start, "MAX_CALLS", 3)
+    loop = Loop()
+    for _ in range(9):
+        loop.model(loop.x)
+    assert loop.optimizer._pass_start is not None
+    assert len(loop.optimizer._pass_start._calls) == 3
+    usual(loop)
 
 
 def test_a_pass_that_does_not_call_the_model_draws_from_zero_grad_on() -> None:
