@@ -276,16 +276,33 @@ def test_the_hook_goes_with_the_optimizer_or_with_another_model() -> None:
 
 def test_copies_and_files_of_the_model_do_not_know_the_optimizer() -> None:
     loop = Loop()
-    usual(loop)
+    loop.model.register_forward_pre_hook(print)  # somebody else's stays
+    loop.masks.seen.clear()
     file = io.BytesIO()
     torch.save(loop.model, file)
     assert b"ForwardHook" not in file.getvalue()
     file.seek(0)
+    with torch.serialization.safe_globals([Masks, nn.Linear, nn.Dropout, print]):  # as without flatmin
+        loaded = torch.load(file)
     start = loop.optimizer._pass_start
-    for model in (copy.deepcopy(loop.model), torch.load(file, weights_only=False)):
+    for model in (copy.copy(loop.model), copy.deepcopy(loop.model), loaded):
+        assert list(model._forward_pre_hooks.values()) == [print]
         model(loop.x).backward()
         assert start is not None
         assert start.known is None  # no forward pass of a step has begun
+    assert len(loop.model._forward_pre_hooks) == 2
+
+
+def test_a_model_that_reduces_itself_can_be_saved_too() -> None:
+    loop = Loop()
+    traced = torch.fx.symbolic_trace(loop.masks.first)
+    optimizer = flatmin.AMP(torch.optim.SGD(traced.parameters(), lr=0.1), epsilon=0.1, model=traced)
+    file = io.BytesIO()
+    torch.save(traced, file)
+    file.seek(0)
+    for model in (copy.deepcopy(traced), torch.load(file, weights_only=False)):
+        assert torch.equal(model(loop.x), traced(loop.x))
+    assert optimizer._pass_start is not None
 
 
 def test_a_copied_optimizer_watches_its_own_model() -> None:
