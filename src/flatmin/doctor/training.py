@@ -20,6 +20,7 @@ from flatmin.core.copies import Copies
 from flatmin.core.model_state import Snapshot
 from flatmin.core.random_state import HostRandom, random_state, set_random_state
 from flatmin.core.tensors import plain
+from flatmin.doctor.closure_variables import networks
 from flatmin.doctor.finding import Finding, during
 from flatmin.doctor.user_training import MakeTraining, call
 from flatmin.optim.amp import AMP
@@ -60,9 +61,17 @@ class Training:
         known: dict[Tensor, str] = {param: name for name, param in self.model.named_parameters()}
         return {param: known.get(param, f"parameter {n} of the optimizer") for n, param in enumerate(self.params)}
 
+    def others(self) -> dict[str, nn.Module]:
+        """Networks that the closure runs besides the model, such as the discriminator of a GAN."""
+        own = set(map(id, self.model.modules()))
+        found = {name: module for name, module in networks(self.closure).items() if id(module) not in own}
+        return {name: module for name, module in found.items() if own.isdisjoint(map(id, module.modules()))}
+
     def buffers(self) -> dict[str, Tensor]:
-        """Copies of the model's buffers."""
-        return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+        """Copies of the buffers of the model, and of other networks."""
+        own = dict(self.model.named_buffers())
+        others = {f"{name}.{key}": b for name, module in self.others().items() for key, b in module.named_buffers()}
+        return {name: buffer.detach().clone() for name, buffer in {**others, **own}.items()}
 
     def call(self) -> Any:
         """Call the closure alone, outside a step. Existing gradients stay."""

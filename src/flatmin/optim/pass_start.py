@@ -23,7 +23,6 @@ from torch import nn
 from flatmin.core.model_state import Snapshot
 from flatmin.core.random_state import HostWatch
 
-
 MAX_CALLS = 1000  # of the model, whose random states are kept: a loop that never steps must not fill the memory
 
 
