@@ -29,7 +29,7 @@ class ObservedStep:
     same_masks: bool  # every pass began with the same random state
     counted: dict[str, tuple[int, int]]  # integer buffers: what the first pass added, and the whole step
     changed: list[str]  # buffers that are not as the first pass left them
-    written: list[str]  # weights that the optimizer lacks, and that a later pass wrote to
+    written: list[str]  # weights that are not trained, and that a later pass wrote to
     came_back: bool | None  # was θ restored, bit for bit and in place, for the base's step? None: it took none
     moved: float  # ‖(θ + Δ) − θ‖ as the last pass saw it
     last: dict[str, float | None]
@@ -40,8 +40,8 @@ def observe_steps(training: Training, count: int = STEPS) -> list[ObservedStep]:
 
 
 def _observe_step(training: Training) -> ObservedStep:
-    theta = [param.detach().clone() for param in training.params]
-    places = [plain(param).data_ptr() for param in training.params]
+    theta = [param.detach().clone() for param in training.trained]
+    places = [plain(param).data_ptr() for param in training.trained]
     start, clean = training.buffers(), dict[str, Tensor]()
     states: list[list[Tensor]] = []
     moved, returned, written = [0.0], list[bool](), list[str]()
@@ -60,8 +60,8 @@ def _observe_step(training: Training) -> ObservedStep:
         return result
 
     def at_base(*_: object) -> None:
-        same = all(same_bits(*pair) for pair in zip(training.params, theta, strict=True))
-        returned.append(same and places == [plain(param).data_ptr() for param in training.params])
+        same = all(same_bits(*pair) for pair in zip(training.trained, theta, strict=True))
+        returned.append(same and places == [plain(param).data_ptr() for param in training.trained])
 
     hook = training.base.register_step_pre_hook(at_base)
     try:
@@ -83,13 +83,13 @@ def _observe_step(training: Training) -> ObservedStep:
 
 def _frozen(training: Training) -> dict[str, Tensor]:
     """The model's weights that the optimizer does not train."""
-    trained = set(map(id, training.params))
+    trained = set(map(id, training.trained))
     weights = training.model.named_parameters()
     return {name: param for name, param in weights if id(param) not in trained and param.is_floating_point()}
 
 
 def _distance(training: Training, theta: Sequence[Tensor]) -> float:
-    pairs = zip(training.params, theta, strict=True)
+    pairs = zip(training.trained, theta, strict=True)
     apart = [(now.detach().to(compute_dtype(now)) - then.to(compute_dtype(then))) for now, then in pairs]
     return float(combine(norms(apart, norm=training.optimizer.norm), norm=training.optimizer.norm))
 

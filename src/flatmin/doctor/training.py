@@ -53,6 +53,10 @@ class Training:
         return [param for group in self.base.param_groups for param in group["params"]]
 
     @property
+    def trained(self) -> list[Tensor]:
+        return [param for param in self.params if param.requires_grad]
+
+    @property
     def devices(self) -> list[torch.device]:
         return list({torch.device("cpu"): None, **{param.device: None for param in self.params}})
 
@@ -150,7 +154,7 @@ class TrainingSnapshot:
     """A training's weights, buffers and random generators as they are now."""
 
     def __init__(self, training: Training) -> None:
-        self._params = training.params
+        self._params, self._trained = training.params, training.trained
         self.weights: Copies[Tensor] = Copies()
         self.weights.take({param: param for param in self._params})
         self._buffers = Snapshot(training.model)
@@ -169,8 +173,8 @@ class TrainingSnapshot:
             set_random_state(device, state)
 
     def has_weights(self) -> bool:
-        """Are the weights still the same, bit for bit?"""
-        return all(same_bits(param, self.weights[param]) for param in self._params)
+        """Are the weights that are trained still the same, bit for bit?"""
+        return all(same_bits(param, self.weights[param]) for param in self._trained)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
