@@ -352,6 +352,53 @@ def crashing() -> TrainingParts:
     return make(loss_of=lambda loss: loss + torch.ones(2) @ torch.ones(3))
 
 
+def carrying_a_hidden_state() -> TrainingParts:
+    model = nn.GRU(6, 3)
+    optimizer, (x, y) = amp(model), batch()
+    hidden = torch.zeros(1, 3)
+
+    def closure() -> Tensor:
+        nonlocal hidden
+        optimizer.zero_grad()
+        output, hidden = model(x, hidden.detach())
+        loss = cross_entropy(output, y)
+        loss.backward()
+        return loss
+
+    return model, optimizer, closure
+
+
+class Siblings(nn.Module):
+    """Its forward pass moves a second layer towards the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = nn.Linear(6, 3), nn.Linear(6, 3).requires_grad_(False)
+        self.target.load_state_dict(self.online.state_dict())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+        out: Tensor = self.online(x) + self.target(x)
+        return out
+
+
+def beside_a_discriminator(*, has_batches: bool) -> Any:
+    generator, discriminator = mlp(), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).requires_grad_(False)
+    optimizer, (x, y) = amp(generator), batch()
+
+    def closure(*_: object) -> Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(discriminator(generator(x)), y)
+        loss.backward()
+        return loss
+
+    if not has_batches:
+        return generator, optimizer, closure
+    return {"model": generator, "optimizer": optimizer, "closure": closure, "batches": [batch()]}
+
+
 class Centred(nn.Module):
     """Subtracts a running mean of its inputs, which a pass moves."""
 
@@ -413,6 +460,17 @@ BROKEN: dict[str, tuple[Callable[[], TrainingParts], str, str, str]] = {
     "one model for all": (always_the_same_model(reset=False), "set-up", "error", "create the model, or reset its"),
     "a batch changed in place": (changing_its_batch, "closure repeats", "error", ": it changes x "),
     "batches changed in place": (changing_its_batches, "closure repeats", "error", ": it changes batch[0] "),
+    "a hidden state": (carrying_a_hidden_state, "closure repeats", "error", ": it replaces hidden "),
+    "a momentum encoder": (lambda: make(Siblings), "θ comes back", "warning", "target.weight, target.bias"),
+    **{
+        f"another network's BatchNorm{', with batches' if has_batches else ''}": (
+            partial(beside_a_discriminator, has_batches=has_batches),
+            "BatchNorm",
+            "warning",
+            "model=torch.nn.ModuleList([model, discriminator])",
+        )
+        for has_batches in (False, True)
+    },
     "a closure that steps": (stepping, "closure repeats", "error", "leave optimizer.step() to the loop"),
     "a buffer that the loss uses": (lambda: make(Centred), "closure repeats", "warning", "a pass changes (mean)"),
     **{

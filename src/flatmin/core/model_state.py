@@ -44,7 +44,7 @@ class Snapshot:
         self.model = model
         self._watch = watch
         self._buffers: Copies[Place] = Copies()
-        self._places = _BufferPlaces(model)  # as they were when the buffers were taken
+        self._places: _BufferPlaces | None = None  # as they were when the buffers were taken
         self._ids: dict[Place, int] = {}  # of the buffers themselves
         self._empty: list[Place] = []  # where there was none then
         self._are_taken = False
@@ -63,16 +63,16 @@ class Snapshot:
         self.put_back_random()
 
     def take_buffers(self) -> None:
-        if not self._places.are_current():
+        if self._places is None or not self._places.are_current():
             self._places = _BufferPlaces(self.model)
         self._buffers.forget()
         self._are_taken = False  # until it is done: if memory runs out below, nothing is ever put back
         if self._special or not self._buffers.take_again(self._places.buffers()):
-            self._take_anew()
+            self._take_anew(self._places)
         self._are_taken = True
 
-    def _take_anew(self) -> None:
-        held, earlier = self._places.held(), self._special
+    def _take_anew(self, places: "_BufferPlaces") -> None:
+        held, earlier = places.held(), self._special
         buffers = {place: buffer for place, buffer in held.items() if _is_initialised(buffer)}
         self._ids = {place: id(buffer) for place, buffer in buffers.items()}
         self._empty = [place for place, buffer in held.items() if buffer is None]
@@ -85,17 +85,20 @@ class Snapshot:
 
     def put_back_buffers(self) -> None:
         """In place; where another tensor is now, which may be anybody's, a new one takes its place."""
-        if not self._are_taken or (not self._special and self._buffers.put_back_again(self._places.buffers())):
+        places = self._places
+        if places is None or not self._are_taken:
+            return
+        if not self._special and self._buffers.put_back_again(places.buffers()):
             return
         copies = self._buffers
         there = {
             place: now
-            for place, now in self._places.held().items()
+            for place, now in places.held().items()
             if now is not None and place in copies and id(now) == self._ids[place] and now.shape == copies[place].shape
         }
         copies.put_back(there)
         new = {self._ids[place]: copies[place].clone() for place in copies if place not in there}  # shared as before
-        self._places.put(
+        places.put(
             {
                 **dict.fromkeys(self._empty),
                 **{place: special.put_back() for place, special in self._special.items()},

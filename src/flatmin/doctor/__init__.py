@@ -10,6 +10,7 @@ The examination goes from the closure to the step and ends at the first error, b
 user_training.py        what make_training may return: the parts of a training setup
 training.py             these parts, with AMP, on one batch; a snapshot of them
 closure_call.py         one call of the closure, observed
+closure_variables.py    what the closure refers to
 check_*.py              the checks: each returns a `Finding` (finding.py)
 """
 

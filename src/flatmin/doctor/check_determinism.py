@@ -6,18 +6,16 @@ changes the gradient is the reason.
 """
 
 import random
-from collections.abc import Callable, Iterator
-from functools import partial
-from inspect import getclosurevars, ismethod
+from collections.abc import Iterator
 from itertools import chain
 from numbers import Number
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatmin.core.random_state import HostRandom
 from flatmin.doctor.closure_call import ClosureCall, observe
+from flatmin.doctor.closure_variables import variables
 from flatmin.doctor.finding import Finding, first_few
 from flatmin.doctor.training import Training, TrainingSnapshot, same_bits
 
@@ -37,11 +35,13 @@ def check_repeats(first: ClosureCall, training: Training, snapshot: TrainingSnap
         return Finding(NAME, "error", "the closure itself changes the weights", change)
     drawn, moved, left = snapshot.host.moved_besides_torch(), training.buffers(), HostRandom()
     snapshot.put_back()
-    before, counted = training.buffers(), dict(_marks(training))
+    before, counted, held = training.buffers(), dict(_marks(training)), _tensors(training)
     again = observe(training)
     allowed, gap = rounding_of(training), first.gap(again)
     if gap > allowed:
-        return _differs(first, again, reasons(counted, dict(_marks(training))))
+        why, now = reasons(counted, dict(_marks(training))), _tensors(training)
+        replaced = [name for name, tensor in held.items() if now.get(name) is not tensor]
+        return _carries_over(first, again, replaced) if replaced and not why else _differs(first, again, why)
     shared = left.moved_besides_torch()
     if shared and training.optimizer.model is not None:
         return _shared(shared)
@@ -66,6 +66,16 @@ def _differs(first: ClosureCall, again: ClosureCall, why: list[str]) -> Finding:
         f"two calls at the same weights give {_both(first, again)}: {reason}",
         "draw and augment the batch once per step, before the closure: Δ must come from the data that the step uses. "
         "(With model=model, the usual generators give the same numbers in all passes.)",
+    )
+
+
+def _carries_over(first: ClosureCall, again: ClosureCall, replaced: list[str]) -> Finding:
+    return Finding(
+        NAME,
+        "error",
+        f"two calls at the same weights give {_both(first, again)}: it replaces {first_few(replaced)}",
+        "every pass of a step must start from the same batch and the same hidden state: set them before the closure, "
+        "and carry on what its first call left",
     )
 
 
@@ -107,33 +117,26 @@ def reasons(before: dict[str, object], after: dict[str, object]) -> list[str]:
 
 
 def _marks(training: Training) -> Iterator[tuple[str, object]]:
+    return ((name, mark) for name, value in _seen(training) if (mark := _mark(value)) is not None)
+
+
+def _tensors(training: Training) -> dict[str, Tensor]:
+    """Held here, so that no other tensor gets the same address. Single numbers, such as a loss, are left out."""
+    return {name: value for name, value in _seen(training) if isinstance(value, Tensor) and value.ndim}
+
+
+def _seen(training: Training) -> Iterator[tuple[str, object]]:
+    """What the closure refers to, and the attributes of the modules; of tuples and lists, also their tensors."""
     modules = (
         (f"model.{place}.{name}".replace("..", "."), value)
         for place, module in training.model.named_modules()
         for name, value in vars(module).items()
         if not name.startswith("_")
     )
-    for name, value in chain(_reached(training.closure), modules):
-        parts = enumerate(value) if isinstance(value, tuple | list) else ()  # a batch
-        named = ((f"{name}[{place}]", part) for place, part in parts if isinstance(part, Tensor))
-        for one, of in chain([(name, value)], named):
-            if (mark := _mark(of)) is not None:
-                yield one, mark
-
-
-def _reached(closure: Callable[..., Any]) -> Iterator[tuple[str, object]]:
-    """What a function refers to: free variables, globals, bound arguments, attributes of its object."""
-    while isinstance(closure, partial):
-        yield from closure.keywords.items()
-        yield from ((f"argument {place}", value) for place, value in enumerate(closure.args))
-        closure = closure.func
-    if ismethod(closure):
-        yield from ((f"self.{name}", value) for name, value in getattr(closure.__self__, "__dict__", {}).items())
-    try:
-        found = getclosurevars(closure)
-    except (TypeError, ValueError):  # not a Python function
-        return
-    yield from {**found.globals, **found.nonlocals}.items()
+    for name, value in chain(variables(training.closure), modules):
+        yield name, value
+        parts = enumerate(value) if isinstance(value, tuple | list) else ()  # a batch, a hidden state
+        yield from ((f"{name}[{place}]", part) for place, part in parts if isinstance(part, Tensor))
 
 
 def _mark(value: object) -> object:

@@ -29,6 +29,7 @@ class ObservedStep:
     same_masks: bool  # every pass began with the same random state
     counted: dict[str, tuple[int, int]]  # integer buffers: what the first pass added, and the whole step
     changed: list[str]  # buffers that are not as the first pass left them
+    written: list[str]  # weights that are not trained, and that a later pass wrote to
     came_back: bool | None  # was θ restored, bit for bit and in place, for the base's step? None: it took none
     moved: float  # ‖(θ + Δ) − θ‖ as the last pass saw it
     last: dict[str, float | None]
@@ -39,23 +40,28 @@ def observe_steps(training: Training, count: int = STEPS) -> list[ObservedStep]:
 
 
 def _observe_step(training: Training) -> ObservedStep:
-    theta = [param.detach().clone() for param in training.params]
-    places = [plain(param).data_ptr() for param in training.params]
+    theta = [param.detach().clone() for param in training.trained]
+    places = [plain(param).data_ptr() for param in training.trained]
     start, clean = training.buffers(), dict[str, Tensor]()
     states: list[list[Tensor]] = []
-    moved, returned = [0.0], list[bool]()
+    moved, returned, written = [0.0], list[bool](), list[str]()
+    frozen = _frozen(training)
 
     def closure() -> Any:
         states.append([random_state(device) for device in training.devices])
         moved.append(_distance(training, theta))
+        lengths = norms(list(frozen.values()))
         result = training.closure()
+        if len(states) > 1:
+            pairs = zip(frozen, lengths, norms(list(frozen.values())), strict=True)
+            written.extend(name for name, one, other in pairs if not same_bits(one, other))
         if not clean:
             clean.update(training.buffers())
         return result
 
     def at_base(*_: object) -> None:
-        same = all(same_bits(*pair) for pair in zip(training.params, theta, strict=True))
-        returned.append(same and places == [plain(param).data_ptr() for param in training.params])
+        same = all(same_bits(*pair) for pair in zip(training.trained, theta, strict=True))
+        returned.append(same and places == [plain(param).data_ptr() for param in training.trained])
 
     hook = training.base.register_step_pre_hook(at_base)
     try:
@@ -68,14 +74,22 @@ def _observe_step(training: Training) -> ObservedStep:
         same_masks=all(torch.equal(*pair) for entry in states for pair in zip(entry, states[0], strict=True)),
         counted={name: (int(clean[name]) - count, int(end[name]) - count) for name, count in _counts(start)},
         changed=[name for name, buffer in clean.items() if not same_bits(buffer, end[name])],
+        written=list(dict.fromkeys(written)),
         came_back=returned[0] if returned else None,
         moved=moved[-1],
         last=_numbers(training.optimizer.last),
     )
 
 
+def _frozen(training: Training) -> dict[str, Tensor]:
+    """The model's weights that the optimizer does not train."""
+    trained = set(map(id, training.trained))
+    weights = training.model.named_parameters()
+    return {name: param for name, param in weights if id(param) not in trained and param.is_floating_point()}
+
+
 def _distance(training: Training, theta: Sequence[Tensor]) -> float:
-    pairs = zip(training.params, theta, strict=True)
+    pairs = zip(training.trained, theta, strict=True)
     apart = [(now.detach().to(compute_dtype(now)) - then.to(compute_dtype(then))) for now, then in pairs]
     return float(combine(norms(apart, norm=training.optimizer.norm), norm=training.optimizer.norm))
 
@@ -111,11 +125,15 @@ def check_buffers(steps: Sequence[ObservedStep], training: Training) -> Finding:
         ((name, pair) for name, pair in first.counted.items() if pair[0] != pair[1]), (first.changed[0], (0, 0))
     )
     seen = f"{name} grows by {all_} in a step and by {one} in a pass; " if all_ != one else ""
+    change = _model_given(training, "then buffers are those of the clean pass")
+    own, others = dict(training.model.named_buffers()), ", ".join(training.others())
+    if training.optimizer.model is not None and not any(name in own for name in first.changed):
+        change = f"give all networks that the closure runs: model=torch.nn.ModuleList([model, {others}])"
     return Finding(
         "BatchNorm",
         "warning",
         f"{seen}{len(first.changed)} buffers are not those of the clean pass: {first_few(first.changed)}",
-        _model_given(training, "then buffers are those of the clean pass"),
+        change,
     )
 
 
@@ -140,6 +158,14 @@ def check_restored(steps: Sequence[ObservedStep]) -> Finding:
     known = [step.came_back for step in steps if step.came_back is not None]
     if not known:
         return Finding("θ comes back", "cannot tell", "the base took no step", "see the findings about gradients")
+    written = steps[-1].written
+    if all(known) and written:
+        return Finding(
+            "θ comes back",
+            "warning",
+            f"every pass writes to weights that the optimizer does not train, also at θ + Δ: {first_few(written)}",
+            "update them once per step, outside the closure: after optimizer.step(), for example",
+        )
     if all(known):
         return Finding("θ comes back", "ok", f"bit for bit and in place, in {len(known)} of {len(known)} steps")
     return Finding(

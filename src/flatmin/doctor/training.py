@@ -20,6 +20,7 @@ from flatmin.core.copies import Copies
 from flatmin.core.model_state import Snapshot
 from flatmin.core.random_state import HostRandom, random_state, set_random_state
 from flatmin.core.tensors import plain
+from flatmin.doctor.closure_variables import networks
 from flatmin.doctor.finding import Finding, during
 from flatmin.doctor.user_training import MakeTraining, call
 from flatmin.optim.amp import AMP
@@ -52,6 +53,10 @@ class Training:
         return [param for group in self.base.param_groups for param in group["params"]]
 
     @property
+    def trained(self) -> list[Tensor]:
+        return [param for param in self.params if param.requires_grad]
+
+    @property
     def devices(self) -> list[torch.device]:
         return list({torch.device("cpu"): None, **{param.device: None for param in self.params}})
 
@@ -60,9 +65,17 @@ class Training:
         known: dict[Tensor, str] = {param: name for name, param in self.model.named_parameters()}
         return {param: known.get(param, f"parameter {n} of the optimizer") for n, param in enumerate(self.params)}
 
+    def others(self) -> dict[str, nn.Module]:
+        """Networks that the closure runs besides the model, such as the discriminator of a GAN."""
+        own = set(map(id, self.model.modules()))
+        found = {name: module for name, module in networks(self.closure).items() if id(module) not in own}
+        return {name: module for name, module in found.items() if own.isdisjoint(map(id, module.modules()))}
+
     def buffers(self) -> dict[str, Tensor]:
-        """Copies of the model's buffers."""
-        return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+        """Copies of the buffers of the model, and of other networks."""
+        own = dict(self.model.named_buffers())
+        others = {f"{name}.{key}": b for name, module in self.others().items() for key, b in module.named_buffers()}
+        return {name: buffer.detach().clone() for name, buffer in {**others, **own}.items()}
 
     def call(self) -> Any:
         """Call the closure alone, outside a step. Existing gradients stay."""
@@ -141,7 +154,7 @@ class TrainingSnapshot:
     """A training's weights, buffers and random generators as they are now."""
 
     def __init__(self, training: Training) -> None:
-        self._params = training.params
+        self._params, self._trained = training.params, training.trained
         self.weights: Copies[Tensor] = Copies()
         self.weights.take({param: param for param in self._params})
         self._buffers = Snapshot(training.model)
@@ -160,8 +173,8 @@ class TrainingSnapshot:
             set_random_state(device, state)
 
     def has_weights(self) -> bool:
-        """Are the weights still the same, bit for bit?"""
-        return all(same_bits(param, self.weights[param]) for param in self._params)
+        """Are the weights that are trained still the same, bit for bit?"""
+        return all(same_bits(param, self.weights[param]) for param in self._trained)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -1,16 +1,20 @@
 """Where did the clean pass of a step begin? From there, `perturbed()` blocks draw the same dropout masks again.
 
 The clean pass runs before the optimizer is involved, and loops differ. Two moments are known: when zero_grad() was
-called, and when the model was first called, which a hook on the model reports. A block starts with the random state of
-the earlier one, so that what it draws before it calls the model is what the clean pass drew after zero_grad() (a loss
+called, and when the model was called, which a hook on the model reports. A block starts with the random state of the
+earlier one, so that what it draws before it calls the model is what the clean pass drew after zero_grad() (a loss
 function that draws noise and is called twice). When the block calls the model, that gets the state that it had in the
-clean pass, whatever was drawn before (a batch augmented once and run twice).
+clean pass, whatever was drawn before (a batch augmented once and run twice). So does each later call: loops that
+accumulate gradients load, and may augment, the next micro-batch between two calls.
 """
 
 from __future__ import annotations
 
+import copyreg
 import weakref
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,27 +23,33 @@ from torch import nn
 from flatmin.core.model_state import Snapshot
 from flatmin.core.random_state import HostWatch
 
+MAX_CALLS = 1000  # of the model, whose random states are kept: a loop that never steps must not fill the memory
+
 
 class PassStart:
-    """The random states of a model at zero_grad() and at the first call of the model in a step."""
+    """The random states of a model at zero_grad() and at every call of the model in a step."""
 
     def __init__(self, model: nn.Module, watch: HostWatch | None) -> None:
-        self._zero, self._later, self._forward = (Snapshot(model, watch=watch) for _ in range(3))
+        self._new = partial(Snapshot, model, watch=watch)
+        self._zero, self._later = self._new(), self._new()
+        self._calls: list[Snapshot] = []  # used again in every step: the first `_count` are of this one
         self.step_ends()
 
     def step_ends(self) -> None:
-        self._knows_zero = self._has_run = self._zeroed_since = self._replays = False
+        self._knows_zero = self._zeroed_since = False
+        self._count = 0
+        self._to_replay: Iterator[Snapshot] = iter(())
 
     @property
     def known(self) -> Snapshot | None:
         """The earliest known moment."""
         if self._knows_zero:
             return self._zero
-        return self._forward if self._has_run else None
+        return self._calls[0] if self._count else None
 
     def zero_grad(self, devices: Sequence[torch.device]) -> None:
         """Called before the forward pass, or after it; or that pass was abandoned, and another will begin."""
-        if self._has_run:
+        if self._count:
             self._later.take_random(devices)
             self._zeroed_since = True
         else:
@@ -48,40 +58,40 @@ class PassStart:
 
     def forward_begins(self, devices: Sequence[torch.device], *, has_gradients: Callable[[], bool]) -> None:
         """The model is called outside a block: later calls belong to the same pass, or to the next micro-batch."""
-        given_up = self._zeroed_since and not has_gradients()
-        if given_up:
+        if self._zeroed_since and not has_gradients():  # the earlier pass was given up
             self._zero, self._later, self._knows_zero = self._later, self._zero, True
-        if given_up or not self._has_run:
-            self._forward.take_random(devices)
-        self._has_run, self._zeroed_since = True, False
+            self._count = 0
+        if self._count < MAX_CALLS:
+            if self._count == len(self._calls):
+                self._calls.append(self._new())
+            self._calls[self._count].take_random(devices)
+            self._count += 1
+        self._zeroed_since = False
 
     def clean_pass_ended(self, clean: Snapshot) -> None:
         """Generators that no pass draws from are not rewound."""
-        for snapshot in (self._zero, self._forward):
+        for snapshot in (self._zero, *self._calls[: self._count]):
             snapshot.drop_others(clean)
 
     def block_begins(self) -> None:
         if (start := self.known) is not None:
             start.put_back_random()
-        self._replays = self._has_run
+        self._to_replay = iter(self._calls[: self._count])
 
     def forward_begins_in_block(self) -> None:
-        if self._replays:
-            self._forward.put_back_random()
-        self._replays = False
+        if (call := next(self._to_replay, None)) is not None:
+            call.put_back_random()
 
 
 class ForwardHook:
-    """Calls `begins()` before the model runs with gradients.
-
-    A copied or unpickled model has no trace of it: there the hook is a method of an empty dict, which returns the
-    inputs as they are.
-    """
+    """Calls `begins()` before the model runs with gradients. A copied or unpickled model has no trace of it."""
 
     def __init__(self, model: nn.Module, begins: Callable[[], None]) -> None:
         """`begins` is a method, whose object may be deleted."""
         self._begins = weakref.WeakMethod(begins)
         self._handle = model.register_forward_pre_hook(self)
+        if type(model) not in copyreg.dispatch_table:
+            copyreg.pickle(type(model), _reduce_without_hooks)
         weakref.finalize(begins.__self__, self._handle.remove)  # type: ignore[attr-defined]
 
     def __call__(self, model: nn.Module, inputs: Any) -> None:
@@ -95,4 +105,18 @@ class ForwardHook:
         self._handle.remove()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """For models that reduce themselves: a method of an empty dict, which returns the inputs as they are."""
         return getattr, ({}, "get")
+
+
+def _reduce_without_hooks(model: nn.Module) -> Any:
+    """How pickle and copy take a model of this class apart: as ever, but without a `ForwardHook`.
+
+    So a file of a whole model needs no more than it does without flatmin, and loads with weights_only=True too.
+    """
+    reduced: Any = model.__reduce_ex__(4)
+    hooks = model.__dict__.get("_forward_pre_hooks", {})
+    rest = OrderedDict((key, hook) for key, hook in hooks.items() if not isinstance(hook, ForwardHook))
+    if len(rest) == len(hooks) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+        return reduced
+    return (*reduced[:2], {**reduced[2], "_forward_pre_hooks": rest}, *reduced[3:])

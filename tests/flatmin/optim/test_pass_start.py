@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import flatmin
+from flatmin.optim import pass_start
 from tests.support.flatness_cases import DEVICES
 
 
@@ -131,6 +132,15 @@ def two_micro_batches(loop: Loop) -> None:
     loop.check(runs=2)
 
 
+def three_micro_batches_augmented_one_by_one(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+    for _ in range(3):
+        loop.forward().backward()
+    torch.rand(1)  # the next batch is loaded early
+    loop.block(runs=3)
+    loop.check(runs=3)
+
+
 def a_pass_that_is_given_up(loop: Loop) -> None:
     loop.optimizer.zero_grad()
     loop.forward()
@@ -193,6 +203,7 @@ ORDERS = (
     such_noise_before_zero_grad,
     two_runs_in_one_loss,
     two_micro_batches,
+    three_micro_batches_augmented_one_by_one,
     a_pass_that_is_given_up,
     a_pass_that_is_given_up_with_its_gradient,
     a_block_that_raises,
@@ -216,6 +227,16 @@ def test_orders_may_change_from_step_to_step() -> None:
     loop = Loop()
     for order in (*ORDERS, *reversed(ORDERS)):
         order(loop)
+
+
+def test_calls_without_a_step_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pass_start, "MAX_CALLS", 3)
+    loop = Loop()
+    for _ in range(9):
+        loop.model(loop.x)
+    assert loop.optimizer._pass_start is not None
+    assert len(loop.optimizer._pass_start._calls) == 3
+    usual(loop)
 
 
 def test_a_pass_that_does_not_call_the_model_draws_from_zero_grad_on() -> None:
@@ -255,16 +276,33 @@ def test_the_hook_goes_with_the_optimizer_or_with_another_model() -> None:
 
 def test_copies_and_files_of_the_model_do_not_know_the_optimizer() -> None:
     loop = Loop()
-    usual(loop)
+    loop.model.register_forward_pre_hook(print)  # somebody else's stays
+    loop.masks.seen.clear()
     file = io.BytesIO()
     torch.save(loop.model, file)
     assert b"ForwardHook" not in file.getvalue()
     file.seek(0)
+    with torch.serialization.safe_globals([Masks, nn.Linear, nn.Dropout, print]):  # as without flatmin
+        loaded = torch.load(file)
     start = loop.optimizer._pass_start
-    for model in (copy.deepcopy(loop.model), torch.load(file, weights_only=False)):
+    for model in (copy.copy(loop.model), copy.deepcopy(loop.model), loaded):
+        assert list(model._forward_pre_hooks.values()) == [print]
         model(loop.x).backward()
         assert start is not None
         assert start.known is None  # no forward pass of a step has begun
+    assert len(loop.model._forward_pre_hooks) == 2
+
+
+def test_a_model_that_reduces_itself_can_be_saved_too() -> None:
+    loop = Loop()
+    traced = torch.fx.symbolic_trace(loop.masks.first)
+    optimizer = flatmin.AMP(torch.optim.SGD(traced.parameters(), lr=0.1), epsilon=0.1, model=traced)
+    file = io.BytesIO()
+    torch.save(traced, file)
+    file.seek(0)
+    for model in (copy.deepcopy(traced), torch.load(file, weights_only=False)):
+        assert torch.equal(model(loop.x), traced(loop.x))
+    assert optimizer._pass_start is not None
 
 
 def test_a_copied_optimizer_watches_its_own_model() -> None:
