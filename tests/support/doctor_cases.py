@@ -374,7 +374,6 @@ class Siblings(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.online, self.target = nn.Linear(6, 3), nn.Linear(6, 3).requires_grad_(False)
-        self.target.load_state_dict(self.online.state_dict())
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -385,12 +384,13 @@ class Siblings(nn.Module):
 
 
 def beside_a_discriminator(*, has_batches: bool) -> Any:
+    criterion = nn.CrossEntropyLoss(weight=torch.ones(3))
     generator, discriminator = mlp(), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).requires_grad_(False)
     optimizer, (x, y) = amp(generator), batch()
 
     def closure(*_: object) -> Tensor:
         optimizer.zero_grad()
-        loss = cross_entropy(discriminator(generator(x)), y)
+        loss: Tensor = criterion(discriminator(generator(x)), y)
         loss.backward()
         return loss
 
@@ -414,6 +414,21 @@ class Centred(nn.Module):
             self.mean.lerp_(x.mean(0), 0.5)
         out: Tensor = self.layer(x - self.mean)
         return out
+
+
+def behind_another() -> Any:
+    """Both networks are given, so AMP restores the buffer of the one that is not trained too."""
+    model, other = nn.Linear(6, 6), Centred().requires_grad_(False)
+    optimizer = amp(model, model=nn.ModuleList([model, other]))
+    x, y = batch()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(other(model(x)), y)
+        loss.backward()
+        return loss
+
+    return model, optimizer, closure
 
 
 class Restless(AMP):
@@ -460,7 +475,7 @@ BROKEN: dict[str, tuple[Callable[[], TrainingParts], str, str, str]] = {
     "one model for all": (always_the_same_model(reset=False), "set-up", "error", "create the model, or reset its"),
     "a batch changed in place": (changing_its_batch, "closure repeats", "error", ": it changes x "),
     "batches changed in place": (changing_its_batches, "closure repeats", "error", ": it changes batch[0] "),
-    "a hidden state": (carrying_a_hidden_state, "closure repeats", "error", ": it replaces hidden "),
+    "a hidden state": (carrying_a_hidden_state, "closure repeats", "error", ": it replaces hidden, or"),
     "a momentum encoder": (lambda: make(Siblings), "θ comes back", "warning", "target.weight, target.bias"),
     **{
         f"another network's BatchNorm{', with batches' if has_batches else ''}": (
@@ -471,6 +486,7 @@ BROKEN: dict[str, tuple[Callable[[], TrainingParts], str, str, str]] = {
         )
         for has_batches in (False, True)
     },
+    "another network's buffer": (behind_another, "closure repeats", "warning", "a pass changes (other's mean)"),
     "a closure that steps": (stepping, "closure repeats", "error", "leave optimizer.step() to the loop"),
     "a buffer that the loss uses": (lambda: make(Centred), "closure repeats", "warning", "a pass changes (mean)"),
     **{

@@ -88,7 +88,8 @@ def is_joining(replicas: Iterable[DistributedDataParallel]) -> bool:
 
     torch keeps the mark when the block is left, until `join(enable=False)`.
     """
-    return any(replica._join_config.enable for replica in replicas)
+    configs = [replica._join_config for replica in replicas]
+    return any(config.enable and not config.throw_on_early_termination for config in configs)
 
 
 def check_join(replicas: Iterable[DistributedDataParallel], base: object, *, sync_perturbation: bool) -> None:
@@ -98,12 +99,14 @@ def check_join(replicas: Iterable[DistributedDataParallel], base: object, *, syn
     if not sync_perturbation:
         raise ValueError(
             "under join() a rank without data answers only the messages of DistributedDataParallel, got "
-            "sync_perturbation=False, which sends another; use sync_perturbation=True, or as many batches on every rank"
+            "sync_perturbation=False, which sends another; use sync_perturbation=True, or as many batches on every "
+            "rank and `with model.join(enable=False):`"
         )
     if hasattr(base, "_join_config"):
         raise ValueError(
             f"under join() a rank without data answers one pass for each step of {type(base).__name__}, got a "
-            "perturbed step, which has several; use as many batches on every rank, or another base"
+            "perturbed step, which has several; use another base, or as many batches on every rank and "
+            "`with model.join(enable=False):`"
         )
 
 

@@ -73,9 +73,10 @@ def _carries_over(first: ClosureCall, again: ClosureCall, replaced: list[str]) -
     return Finding(
         NAME,
         "error",
-        f"two calls at the same weights give {_both(first, again)}: it replaces {first_few(replaced)}",
-        "every pass of a step must start from the same batch and the same hidden state: set them before the closure, "
-        "and carry on what its first call left",
+        f"two calls at the same weights give {_both(first, again)}: it replaces {first_few(replaced)}, or something is "
+        "drawn or counted inside it",
+        "every pass of a step must start from the same batch and the same hidden state: draw and set them before the "
+        "closure, and carry on what its first call left",
     )
 
 

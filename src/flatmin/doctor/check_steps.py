@@ -126,9 +126,11 @@ def check_buffers(steps: Sequence[ObservedStep], training: Training) -> Finding:
     )
     seen = f"{name} grows by {all_} in a step and by {one} in a pass; " if all_ != one else ""
     change = _model_given(training, "then buffers are those of the clean pass")
-    own, others = dict(training.model.named_buffers()), ", ".join(training.others())
+    own = dict(training.model.named_buffers())
     if training.optimizer.model is not None and not any(name in own for name in first.changed):
-        change = f"give all networks that the closure runs: model=torch.nn.ModuleList([model, {others}])"
+        others = [name for name in training.others() if any(one.startswith(f"{name}'s ") for one in first.changed)]
+        written = ", ".join(name if name.replace(".", "").isidentifier() else "…" for name in others)
+        change = f"give all networks that the closure runs: model=torch.nn.ModuleList([model, {written}])"
     return Finding(
         "BatchNorm",
         "warning",

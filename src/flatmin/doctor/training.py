@@ -74,7 +74,7 @@ class Training:
     def buffers(self) -> dict[str, Tensor]:
         """Copies of the buffers of the model, and of other networks."""
         own = dict(self.model.named_buffers())
-        others = {f"{name}.{key}": b for name, module in self.others().items() for key, b in module.named_buffers()}
+        others = {f"{name}'s {key}": b for name, module in self.others().items() for key, b in module.named_buffers()}
         return {name: buffer.detach().clone() for name, buffer in {**others, **own}.items()}
 
     def call(self) -> Any:
@@ -151,13 +151,14 @@ def preserve_generators() -> Iterator[None]:
 
 
 class TrainingSnapshot:
-    """A training's weights, buffers and random generators as they are now."""
+    """A training's weights, buffers and random generators as they are now; also those of other networks."""
 
     def __init__(self, training: Training) -> None:
-        self._params, self._trained = training.params, training.trained
+        every = nn.ModuleList([training.model, *training.others().values()])
+        self._params, self._trained = list(dict.fromkeys([*training.params, *every.parameters()])), training.trained
         self.weights: Copies[Tensor] = Copies()
         self.weights.take({param: param for param in self._params})
-        self._buffers = Snapshot(training.model)
+        self._buffers = Snapshot(every)
         self._buffers.take_buffers()
         self.host = HostRandom()
         self._random = {device: random_state(device) for device in training.devices}

@@ -95,7 +95,7 @@ class ForwardHook:
         weakref.finalize(begins.__self__, self._handle.remove)  # type: ignore[attr-defined]
 
     def __call__(self, model: nn.Module, inputs: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _in_backward_pass():
             return
         begins = self._begins()
         if begins is not None and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
@@ -109,6 +109,11 @@ class ForwardHook:
         return getattr, ({}, "get")
 
 
+def _in_backward_pass() -> bool:
+    """There, activation checkpointing runs the model again, and takes care of the random states itself."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _reduce_without_hooks(model: nn.Module) -> Any:
     """How pickle and copy take a model of this class apart: as ever, but without a `ForwardHook`.
 
@@ -117,6 +122,6 @@ def _reduce_without_hooks(model: nn.Module) -> Any:
     reduced: Any = model.__reduce_ex__(4)
     hooks = model.__dict__.get("_forward_pre_hooks", {})
     rest = OrderedDict((key, hook) for key, hook in hooks.items() if not isinstance(hook, ForwardHook))
-    if len(rest) == len(hooks) or len(reduced) < 3 or not isinstance(reduced[2], dict):
-        return reduced
+    if len(rest) == len(hooks) or len(reduced) < 3 or "_forward_pre_hooks" not in reduced[2]:
+        return reduced  # no such hook, or a class with a state of its own
     return (*reduced[:2], {**reduced[2], "_forward_pre_hooks": rest}, *reduced[3:])

@@ -139,6 +139,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         self._watch_forward(model)
         self._replicas = distributed.replicas_in(model)
         self._process_groups: list[Any] | None = None  # of the ranks that share the model; None until checked
+        self._joined_uncompared = False  # were there steps within join() before ranks were compared?
         self._is_new = True
 
     def _watch_forward(self, model: nn.Module | None) -> None:
@@ -609,7 +610,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 step_unless(skip, self.owners, params, self._theta, scaler, dropped=drop)
         finally:
             self.forget_step()
-        self._is_new = False
+        self._is_new = self._joined_uncompared
         self.last = Last(skipped=measured.skipped, **{**measured.numbers, **losses})
 
     def _step_plainly(self, closure: Closure | None, scaler: GradScaler | None, *, skip: Tensor | None = None) -> Any:
@@ -634,7 +635,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         """In the first step: a perturbation per rank needs replicas, and all ranks need the same settings."""
         distributed.check_layout(self._replicas, self._params(), sync_perturbation=self.sync_perturbation)
         groups = distributed.process_groups_of(self._replicas, self._params())
-        if groups and not distributed.is_joining(self._replicas):  # only then: reading ε may wait for the device
+        self._joined_uncompared = bool(groups) and distributed.is_joining(self._replicas)
+        if groups and not self._joined_uncompared:  # only then: reading ε may wait for the device
             settings = {
                 **{key: [float(group[key]) for group in self.param_groups] for key in self._hyperparameters},
                 **{name: getattr(self, name) for name in self.same_on_ranks},
@@ -644,7 +646,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     def _compare_gradients(self, *, ascends: bool) -> None:
         """In the first step: a parameter with a gradient on only some ranks would make the others wait forever."""
-        if not self._process_groups or distributed.is_joining(self._replicas):
+        if not self._process_groups or self._joined_uncompared:
             return
         distributed.check_missing_gradients(self._params(), self.model, self._process_groups, device=self._home)
         if self._replicas:
@@ -685,7 +687,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         if not compared or [self.ball, *settings, *kinds] != self._checked:
             self.check_groups()
             self._checked = [self.ball, *settings, *kinds] if compared else None
-        if self._process_groups is None:
+        if self._process_groups is None or self._joined_uncompared:
             self._check_ranks()
         if self._process_groups and self.starts_clean and self.perturbs:
             distributed.check_join(self._replicas, self.base, sync_perturbation=self.sync_perturbation)

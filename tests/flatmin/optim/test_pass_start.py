@@ -5,10 +5,12 @@ import gc
 import io
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import flatmin
 from flatmin.optim import pass_start
@@ -303,6 +305,40 @@ def test_a_model_that_reduces_itself_can_be_saved_too() -> None:
     for model in (copy.deepcopy(traced), torch.load(file, weights_only=False)):
         assert torch.equal(model(loop.x), traced(loop.x))
     assert optimizer._pass_start is not None
+
+
+class Described(nn.Linear):
+    """Its state is what it was made with."""
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"in_features": self.in_features, "out_features": self.out_features}
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+
+def test_a_model_with_a_state_of_its_own_is_copied_as_before() -> None:
+    model = Described(4, 2)
+    optimizer = flatmin.AMP(torch.optim.SGD(model.parameters(), lr=0.1), epsilon=0.1, model=model)
+    assert copy.deepcopy(model).out_features == 2
+    assert optimizer.model is model
+
+
+def test_a_model_that_is_recomputed_in_the_backward_pass_keeps_the_masks_of_its_forward_pass() -> None:
+    """Clean, two micro-batches have one backward pass; in the block each has its own."""
+    found = []
+    for recomputes in (False, True):
+        loop = Loop()
+        run: Callable[[Tensor], Tensor] = loop.model
+        if recomputes:
+            run = partial(checkpoint, loop.model, use_reentrant=False)
+        loop.optimizer.zero_grad()
+        (run(loop.x) + run(loop.x)).backward()
+        with loop.optimizer.perturbed():
+            run(loop.x).backward()
+            run(loop.x).backward()
+        found.append([p.grad for p in loop.masks.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 def test_a_copied_optimizer_watches_its_own_model() -> None:

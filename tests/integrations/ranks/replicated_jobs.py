@@ -87,13 +87,25 @@ def match_after_join(rank: int) -> dict[str, Any]:
 
 
 def join_without_data(rank: int) -> dict[str, Any]:
-    """Under join() from the first step on, the first rank has no batch at all: the others train without it."""
-    case = own_part(twelve(), rank)
+    """Under join() from the first step on, the first rank has no batch at all: the others train without it.
+
+    Their gradients are smaller by its share, as torch averages over all ranks.
+    """
+    whole, ranks = twelve(), dist.get_world_size()
+    others, share = torch.arange(12) % ranks != 0, (ranks - 1) / ranks
+    alone, case = Setup(whole.model, whole.x[others], whole.y[others]), own_part(twelve(), rank)
+    single = AMP(SGD(alone.model.parameters(), lr=0.1 * share), epsilon=0.1, inner_lr=share)
     case.model = model = DistributedDataParallel(case.model)
     optimizer = AMP(SGD(model.parameters(), lr=0.1), epsilon=0.1, model=model)
     with model.join():
         for _ in range(2 if rank else 0):
             optimizer.step(case.closure(optimizer))
+    for _ in range(2):
+        single.step(alone.closure(single))
+    torch.testing.assert_close(list(case.weights()), list(alone.weights()))
+    optimizer.sync_perturbation = False
+    with model.join(throw_on_early_termination=True):  # there no rank goes on without another: nothing is refused
+        optimizer.step(case.closure(optimizer))
     return {"weights": case.weights()}
 
 

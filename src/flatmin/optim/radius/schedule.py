@@ -174,10 +174,21 @@ class RadiusScheduler(LRScheduler):
                 "a RadiusScheduler takes its radius from the optimizer, got 0 in all groups; create it before loading "
                 "a checkpoint whose schedule has not started yet, or give the optimizer epsilon=0 if 0 is meant"
             )
-        self.last_epoch = 0  # torch's name for how often step() was called
+        self.last_epoch = 0
         self._counts = _Counts()
         self._watch_groups()
         self._set()
+
+    @property
+    def last_epoch(self) -> int:
+        """Torch's name for how often step() was called."""
+        return self._calls
+
+    @last_epoch.setter
+    def last_epoch(self, calls: int) -> None:
+        if calls < 0:  # SequentialLR counts its parts back when it is made
+            raise _in_sequence()
+        self._calls = calls
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy has a copy of the optimizer, which nobody watches yet."""
@@ -215,11 +226,11 @@ class RadiusScheduler(LRScheduler):
         self._set()
 
     def _initial_step(self) -> None:
-        """Torch's SequentialLR calls it on its first part when it is made."""
+        """Torch's SequentialLR calls it on its first part, if step() has been called before."""
         raise _in_sequence()
 
     def _update_lr(self, epoch: int | None = None) -> None:
-        """Torch's SequentialLR calls it on each later part when its turn comes."""
+        """The same, on a later part."""
         raise _in_sequence()
 
     def _count_steps(self, optimizer: OptimizerWrapper) -> None:

@@ -27,9 +27,8 @@ ALWAYS = (
     "specifies none of these.)",
     "The radius of the attacks, 4 per pixel, is read in two ways: as 4/255 of the pixel range, and as 4/255 in units "
     "of the normalised inputs (“small radius”). The paper's numbers are shown beside the latter, because the published "
-    "code attacks normalised images, and because this reading reproduces the paper's numbers on CIFAR-10. It was "
-    "chosen for that by the first runs under “paper-v2”, whose agreement therefore proves nothing; that of later runs "
-    "does.",
+    "code attacks normalised images, and because this reading reproduces the paper's numbers on CIFAR-10. The first "
+    "runs under “paper-v2” decided this, so their agreement proves nothing; that of later runs is evidence.",
     "The paper's NLL of label smoothing seems to be the smoothed loss: 0.998, 1.038 and 2.099 are far above any NLL "
     "that networks with such errors have here, and the published code evaluates with the training loss. So our "
     "smoothed loss is shown beside it in brackets, smoothed over the other classes as in that code. (Where we trained "
