@@ -9,7 +9,8 @@ Either way the descent is synchronised, so replicas stay equal to the last bit a
 with a perturbation per rank, only the flag "skip this step" must be sent in addition.
 
 Settings, and which parameters have gradients, must be the same on all ranks. They are compared once, in the first step,
-so that a difference becomes an error on every rank instead of a deadlock; not within join(), where ranks may be absent.
+so that a difference becomes an error on every rank instead of a deadlock. Within join(), where ranks may be absent,
+they are not; then in the first step after it.
 """
 
 import sys
