@@ -33,6 +33,7 @@ class PassStart:
         self._new = partial(Snapshot, model, watch=watch)
         self._zero, self._later = self._new(), self._new()
         self._calls: list[Snapshot] = []  # used again in every step: the first `_count` are of this one
+        self._devices: Sequence[torch.device] = ()  # whose random states they have
         self.step_ends()
 
     def step_ends(self) -> None:
@@ -56,15 +57,19 @@ class PassStart:
             self._zero.take_random(devices)
             self._knows_zero = True
 
-    def forward_begins(self, devices: Sequence[torch.device], *, has_gradients: Callable[[], bool]) -> None:
+    def forward_begins(
+        self, devices: Callable[[], Sequence[torch.device]], *, has_gradients: Callable[[], bool]
+    ) -> None:
         """The model is called outside a block: later calls belong to the same pass, or to the next micro-batch."""
         if self._zeroed_since and not has_gradients():  # the earlier pass was given up
             self._zero, self._later, self._knows_zero = self._later, self._zero, True
             self._count = 0
+        if not self._count:
+            self._devices = devices()
         if self._count < MAX_CALLS:
             if self._count == len(self._calls):
                 self._calls.append(self._new())
-            self._calls[self._count].take_random(devices)
+            self._calls[self._count].take_random(self._devices)
             self._count += 1
         self._zeroed_since = False
 

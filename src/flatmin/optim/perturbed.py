@@ -176,7 +176,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         if self._in_a_pass:
             self._pass_start.forward_begins_in_block()
         else:
-            self._pass_start.forward_begins(self.devices(), has_gradients=self.has_gradients)
+            self._pass_start.forward_begins(self.devices, has_gradients=self.has_gradients)
 
     # ---- for the captured step, the doctor and the integrations
 

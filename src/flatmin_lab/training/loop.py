@@ -222,8 +222,7 @@ class _TrainingRun:
         self.checksum = data.checksum
         prepared = prepare_data(recipe, data.to(device), seed)
         self.data, self.which, self.wrong, self.normalise, held_out = prepared
-        method = build_method(recipe, self.normalise)
-        matched_epochs, self.matches = max(1, round(method.release * recipe.epochs)), method.matches
+        matched_epochs = max(1, round(build_method(recipe, self.normalise).release * recipe.epochs))
         self.held_out = None if held_out is None else HeldOut(held_out, matched_epochs)
         self.batches = Batches(
             split=self.data.train,
@@ -387,9 +386,9 @@ class _TrainingRun:
 
     def _match_within_epoch(self) -> None:
         """Move AMP's radius, if it is matched several times per epoch, in equal distances; the last time at its end."""
-        done, total, times = self.state.batch, len(self.batches), self.matches
-        is_due = done < total and done * times // total > (done - 1) * times // total
-        if is_due and self.step > self.learner.method.schedule.start * self.steps:
+        done, total, method = self.state.batch, len(self.batches), self.learner.method
+        is_due = done < total and done * method.matches // total > (done - 1) * method.matches // total
+        if is_due and self.step > method.schedule.start * self.steps:
             self._match_radius()
 
     def _match_radius(self) -> dict[str, Any]:

@@ -174,7 +174,7 @@ class RadiusScheduler(LRScheduler):
                 "a RadiusScheduler takes its radius from the optimizer, got 0 in all groups; create it before loading "
                 "a checkpoint whose schedule has not started yet, or give the optimizer epsilon=0 if 0 is meant"
             )
-        self.last_epoch = 0
+        self._calls = 0
         self._counts = _Counts()
         self._watch_groups()
         self._set()
@@ -186,8 +186,13 @@ class RadiusScheduler(LRScheduler):
 
     @last_epoch.setter
     def last_epoch(self, calls: int) -> None:
-        if calls < 0:  # SequentialLR counts its parts back when it is made
-            raise _in_sequence()
+        """For others: torch's SequentialLR counts its parts back when it is made."""
+        if calls < self._calls:
+            raise TypeError(
+                "a RadiusScheduler counts all steps of a training, so it cannot be one part of a SequentialLR, which "
+                "steps one part at a time; call its step() beside the other scheduler's, or put both into a "
+                "ChainedScheduler"
+            )
         self._calls = calls
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -213,7 +218,7 @@ class RadiusScheduler(LRScheduler):
 
     def step(self, epoch: int | None = None) -> None:
         """Call it after `optimizer.step()`: sets the radius of the next step, or of step number `epoch`."""
-        self.last_epoch = self.last_epoch + 1 if epoch is None else whole_number("epoch", epoch)
+        self._calls = self._calls + 1 if epoch is None else whole_number("epoch", epoch)
         if epoch is None and self._counts.shows_epochs(self.total_steps):
             taken = self._counts.before
             warnings.warn(
@@ -224,14 +229,6 @@ class RadiusScheduler(LRScheduler):
                 stacklevel=2,
             )
         self._set()
-
-    def _initial_step(self) -> None:
-        """Torch's SequentialLR calls it on its first part, if step() has been called before."""
-        raise _in_sequence()
-
-    def _update_lr(self, epoch: int | None = None) -> None:
-        """The same, on a later part."""
-        raise _in_sequence()
 
     def _count_steps(self, optimizer: OptimizerWrapper) -> None:
         counts = self._counts
@@ -277,15 +274,8 @@ class RadiusScheduler(LRScheduler):
         saved = dict(state_dict)
         if missing := self.state_dict().keys() - saved.keys():
             raise ValueError(f"this is not the state of a RadiusScheduler: it has no {', '.join(sorted(missing))}")
-        self.last_epoch, self.total_steps = saved.pop("steps"), saved.pop("total_steps")
+        self._calls, self.total_steps = saved.pop("steps"), saved.pop("total_steps")
         self.radii = list(saved.pop("radii"))
         self.schedule = RadiusSchedule(**saved)
         self._counts.taken = self._counts.before = 0
         self._set()
-
-
-def _in_sequence() -> TypeError:
-    return TypeError(
-        "a RadiusScheduler counts all steps of a training, so it cannot be one part of a SequentialLR, which steps one "
-        "part at a time; call its step() beside the other scheduler's, or put both into a ChainedScheduler"
-    )
