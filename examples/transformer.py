@@ -61,14 +61,13 @@ def trained(epsilon: str, noise: float, epochs: int, seed: int, start: float) ->
     torch.manual_seed(seed)
     model = Transformer()
     base = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
-    optimizer = flatmin.AMP(base, epsilon=0.1 if epsilon == "auto" else float(epsilon), model=model)
+    optimizer = flatmin.AMP(base, epsilon="auto" if epsilon == "auto" else float(epsilon), model=model)
     steps, kept = len(x) // BATCH, len(x) - len(x) // 10
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=epochs * steps)
     late = flatmin.RadiusScheduler(optimizer, epochs * steps, start=start)
-    radius = flatmin.MatchedRadius(optimizer, scheduler=late) if epsilon == "auto" else None
     for epoch in range(epochs):
         model.train()
-        is_matched = radius is not None and epoch < round((start + (1 - start) * MATCHED) * epochs)
+        is_matched = epsilon == "auto" and epoch < round((start + (1 - start) * MATCHED) * epochs)
         order = torch.randperm(kept if is_matched else len(x))
         if is_matched:  # as many steps as in the other epochs
             order = torch.cat([order, torch.randperm(kept)])
@@ -84,9 +83,9 @@ def trained(epsilon: str, noise: float, epochs: int, seed: int, start: float) ->
             rate.step()
             late.step()
         model.eval()
-        if radius is not None and is_matched:
+        if is_matched:
             with torch.no_grad():
-                radius.step(cross_entropy(model(x[kept:]), y[kept:]))
+                optimizer.radius.step(cross_entropy(model(x[kept:]), y[kept:]))
     with torch.no_grad():
         logits = model(x_test)
     last = float(optimizer.param_groups[0]["epsilon"])

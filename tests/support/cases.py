@@ -42,6 +42,7 @@ METHODS: dict[str, Callable[..., flatmin.AMP | flatmin.RMP]] = {
     "amp-tensor": lambda base, **settings: flatmin.AMP(base, **{"epsilon": 0.1, "ball": "tensor", **settings}),
     "amp-n2": lambda base, **settings: flatmin.AMP(base, **{"epsilon": 0.1, "inner_iter": 2, **settings}),
     "amp-linf": lambda base, **settings: flatmin.AMP(base, **{"epsilon": 0.01, "norm": "linf", **settings}),
+    "amp-auto": lambda base, **settings: flatmin.AMP(base, **{"epsilon": "auto", **settings}),
     "rmp": lambda base, **settings: flatmin.RMP(base, **{"epsilon": 0.1, **settings}),
 }
 

@@ -214,7 +214,7 @@ class _Loop:
         devices = [device for device in optimizer.devices() if device.type != "cpu"]
         self._batches = _Stream(2 * seed + 1, devices)
         seed_everything(2 * seed)
-        self._radius = MatchedRadius(optimizer, scheduler=self._late) if contender.key == AUTO else None
+        self._radius = MatchedRadius(optimizer) if contender.key == AUTO else None
         self._steps = self._stepped = self._epochs = self._epochs_stepped = 0
         self._loss: Tensor | None = None
         self._losses = 0

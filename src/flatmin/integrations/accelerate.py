@@ -155,11 +155,16 @@ class Window:
         _SKIP_HOOKS[self.optimizer] = self.optimizer.register_step_post_hook(report)
 
 
+def behind_accelerate(optimizer: Any) -> Any:
+    """What `accelerator.prepare` was given."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def unwrap_optimizer(optimizer: Optimizer) -> PerturbedOptimizer:
     """The AMP or RMP inside what `accelerator.prepare` returned."""
-    inner = optimizer
-    while isinstance(inner, AcceleratedOptimizer):
-        inner = inner.optimizer
+    inner = behind_accelerate(optimizer)
     if not isinstance(inner, PerturbedOptimizer):
         raise TypeError(
             "the optimizer must be a flatmin.AMP or flatmin.RMP, prepared by Accelerate or not, got "

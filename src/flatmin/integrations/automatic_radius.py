@@ -1,31 +1,38 @@
-"""`epsilon="auto"` of FlatMinima and AMPTrainer: ε is matched with the validation loss that the trainer measures.
+"""`epsilon="auto"` in FlatMinima and AMPTrainer: ε is matched with the validation loss that the trainer measures.
 
 The trainer evaluates the model on data that it does not train on, between steps, and reports the mean loss there. Each
-time, a `MatchedRadius` adjusts ε. These data are never trained on, so this goes on until the end of the training.
+time, `optimizer.radius` adjusts ε. These data are never trained on, so this goes on until the end of the training. An
+AMP with epsilon="auto" that the user made is adjusted too, if the loss is reported.
 """
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from flatmin.optim import AMP, RMP
-from flatmin.optim.radius import AUTO, FIRST_RADIUS, RadiusSchedule
+from flatmin.optim.radius import AUTO, MatchedRadius, RadiusSchedule
 
 
 def is_auto(epsilon: object) -> bool:
     return isinstance(epsilon, str) and epsilon == AUTO
 
 
-def initial_radius(epsilon: float | Literal["auto"], method: type[AMP] | type[RMP], schedule: RadiusSchedule) -> float:
-    """What ε starts with: itself, unless it is automatic."""
+def check_epsilon(
+    epsilon: float | Literal["auto"] | None, method: type[AMP] | type[RMP], schedule: RadiusSchedule
+) -> None:
+    """Raise where a trainer cannot do what was asked for; a number is checked by the optimizer."""
     if not isinstance(epsilon, str):
-        return epsilon
+        return
     if epsilon != AUTO:
         raise ValueError(f'epsilon must be a number or "auto", got {epsilon!r}')
     if not issubclass(method, AMP):
         raise ValueError(f'epsilon="auto" works only with flatmin.AMP, got {method.__name__}; give it a number')
     if schedule.growth != "constant":
         raise ValueError(f'epsilon="auto" grows by itself, got growth="{schedule.growth}"; leave it out')
-    return FIRST_RADIUS
+
+
+def matched_radius(optimizer: object) -> MatchedRadius | None:
+    """What adjusts the ε of this optimizer, if it is automatic."""
+    return optimizer.radius if isinstance(optimizer, AMP) and optimizer.has_matched_radius else None
 
 
 def validation_loss(metrics: Mapping[str, Any], monitor: str) -> float:

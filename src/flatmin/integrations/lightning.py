@@ -53,7 +53,7 @@ except ModuleNotFoundError:  # the same package under its older name
 from flatmin.ball import Ball, Norm
 from flatmin.core.messages import describe
 from flatmin.core.model_state import Snapshot
-from flatmin.integrations.automatic_radius import initial_radius, is_auto, validation_loss
+from flatmin.integrations.automatic_radius import check_epsilon, is_auto, matched_radius, validation_loss
 from flatmin.integrations.replay import RandomState, Replay, as_it_is, note_losses
 from flatmin.integrations.scheduled_radius import ScheduledRadius
 from flatmin.optim import AMP, RMP, perturbed
@@ -73,8 +73,8 @@ class FlatMinima(pl.Callback):
 
         Trainer(callbacks=[FlatMinima(epsilon=0.1)])
 
-    epsilon     the radius ε; "auto" to adjust it after every validation, as a `flatmin.MatchedRadius` does; None if
-                `configure_optimizers` returns a flatmin optimizer itself
+    epsilon     the radius ε; "auto" to adjust it after every validation; None if `configure_optimizers` returns a
+                flatmin optimizer itself (one with epsilon="auto" is adjusted too)
     monitor     for "auto": the name under which `validation_step` logs the mean loss
     method      flatmin.AMP or flatmin.RMP
     inner_lr …  the method's other settings; None means its default; `model` is the trainer's
@@ -135,8 +135,10 @@ class FlatMinima(pl.Callback):
                 "or return a flatmin.RadiusScheduler from configure_optimizers"
             )
         if epsilon is not None:  # wrong values raise now, not when training begins
-            radius = initial_radius(epsilon, method, self.schedule)
-            method(SGD([nn.Parameter(torch.zeros(1))], lr=0.0), epsilon=radius, **{**settings, "model": None})
+            check_epsilon(epsilon, method, self.schedule)
+            example = SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
+            make: Any = method
+            make(example, epsilon=epsilon, **{**settings, "model": None})
         self.epsilon, self.method, self.settings = epsilon, method, settings
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -159,20 +161,22 @@ class FlatMinima(pl.Callback):
             )
         if self.schedule.moves:  # then all of them are wrapped here
             self._radii = [ScheduledRadius(optimizer, self.schedule) for optimizer in optimizers]
-        if is_auto(self.epsilon):
-            self._match(optimizers, pl_module)
+        self._match(optimizers, pl_module)
         trainer.optimizers = optimizers  # type: ignore[assignment]  # Lightning keeps a LightningOptimizer as it is
         if _has_tuner(trainer):
             trainer.fit_loop.run = partial(self._run_with_callback, trainer, trainer.fit_loop.run)  # type: ignore[method-assign]
 
     def _match(self, optimizers: list[Any], module: pl.LightningModule) -> None:
-        if not module.automatic_optimization:
+        self._was_matched = False
+        if module.automatic_optimization:
+            found = [matched_radius(getattr(optimizer, "_optimizer", None)) for optimizer in optimizers]
+            self._matched = [radius for radius in found if radius is not None]
+            self._load_matched()
+        elif is_auto(self.epsilon):
             raise ValueError(
                 'epsilon="auto" takes the losses of the passes that the trainer runs, but this module optimises '
                 "manually; give epsilon a number, and adjust it with a flatmin.MatchedRadius in the module"
             )
-        self._matched, self._was_matched = [MatchedRadius(optimizer._optimizer) for optimizer in optimizers], False
-        self._load_matched()
 
     def _load_matched(self) -> None:
         for matched, state in zip(self._matched, self._matched_states, strict=False):
@@ -180,7 +184,8 @@ class FlatMinima(pl.Callback):
         self._matched_states = []
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._matched and trainer.state.fn == "fit" and not trainer.sanity_checking:
+        is_due = is_auto(self.epsilon) or self.monitor in trainer.callback_metrics
+        if self._matched and is_due and trainer.state.fn == "fit" and not trainer.sanity_checking:
             loss = validation_loss(trainer.callback_metrics, self.monitor)
             for matched in self._matched:
                 matched.step(loss)
@@ -219,8 +224,9 @@ class FlatMinima(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._matched and not self._was_matched:
             warnings.warn(
-                'epsilon="auto" has adjusted nothing, because there was no validation during this training; validate '
-                "more often (check_val_every_n_epoch, val_check_interval)",
+                'epsilon="auto" has adjusted nothing, because no validation during this training reported '
+                f"{self.monitor!r}; log it in validation_step, and validate more often (check_val_every_n_epoch, "
+                "val_check_interval)",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -257,8 +263,8 @@ class FlatMinima(pl.Callback):
             if self.epsilon is None:
                 return optimizer
             settings = {"model": trainer.strategy.model, **self.settings}
-            radius = initial_radius(self.epsilon, self.method, self.schedule)
-            return PerturbedOptimizer(self.method(optimizer, epsilon=radius, **settings), configured=optimizer)
+            make: Any = self.method
+            return PerturbedOptimizer(make(optimizer, epsilon=self.epsilon, **settings), configured=optimizer)
         if self.epsilon is not None:
             raise ValueError(
                 f"FlatMinima(epsilon={self.epsilon}) wraps the optimizers of configure_optimizers, but it already "
@@ -270,7 +276,7 @@ class FlatMinima(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._open_logs(trainer)
-        if self._matched and not trainer.enable_validation:
+        if is_auto(self.epsilon) and not trainer.enable_validation:
             raise ValueError(
                 'epsilon="auto" is matched with the loss on validation data, but this training has none; give the '
                 "Trainer a validation loader and the module a validation_step, or give epsilon a number"

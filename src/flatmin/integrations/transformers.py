@@ -18,8 +18,8 @@ from torch.optim import SGD, Optimizer
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import HPSearchBackend
 
-from flatmin.integrations.accelerate import Window, check_strategy, unwrap_optimizer
-from flatmin.integrations.automatic_radius import initial_radius, is_auto, validation_loss
+from flatmin.integrations.accelerate import Window, behind_accelerate, check_strategy, unwrap_optimizer
+from flatmin.integrations.automatic_radius import check_epsilon, is_auto, matched_radius, validation_loss
 from flatmin.integrations.recorded_step import RecordedStep
 from flatmin.integrations.scheduled_radius import ScheduledRadius
 from flatmin.optim import AMP, RMP
@@ -38,7 +38,7 @@ class AMPTrainer(Trainer):
         trainer = AMPTrainer(model=model, args=args, train_dataset=data, epsilon=0.1)
 
     epsilon     and the other settings of `method`: inner_lr, inner_iter, ball, norm …; "auto" adjusts ε after every
-                evaluation, as a `flatmin.MatchedRadius` does
+                evaluation
     monitor     for "auto": the metric of the evaluation that is the mean loss
     method      flatmin.AMP, or flatmin.RMP (where the clean passes run too, only for the loss)
     perturb     if given, perturb(name, parameter) selects the parameters to perturb; the others are trained as usual
@@ -74,8 +74,9 @@ class AMPTrainer(Trainer):
         self._schedule = RadiusSchedule(start=start, growth=growth, every=every)
         settings = {name: kwargs.pop(name) for name in _settings_of(method) & kwargs.keys()}
         self._is_auto, self._monitor = is_auto(epsilon), monitor
+        check_epsilon(epsilon, method, self._schedule)
         if epsilon is not None:
-            settings["epsilon"] = initial_radius(epsilon, method, self._schedule)
+            settings["epsilon"] = epsilon
         named = signature(super().__init__).bind_partial(*args, **kwargs).arguments
         given = (named.get("optimizers") or (None, None))[0]
         self._check_settings(given, settings, perturb)
@@ -83,7 +84,6 @@ class AMPTrainer(Trainer):
             method(SGD([nn.Parameter(torch.zeros(1))], lr=0.0), **settings)
         self._method, self._settings, self._perturb = method, settings, perturb
         self._radius: ScheduledRadius | None = None  # if there is a schedule
-        self._matched: MatchedRadius | None = None  # if ε is automatic
         self._window: Window | None = None
         self.replaying = False
         super().__init__(*args, **kwargs)
@@ -120,11 +120,15 @@ class AMPTrainer(Trainer):
             optimizer.param_groups = groups(self.model, perturb=self._perturb, among=optimizer.param_groups)
         self.optimizer = wrapped = self._method(optimizer, model=self.model, **self._settings)
         self._radius = self._scheduled(wrapped)
-        self._matched = MatchedRadius(wrapped) if self._is_auto and isinstance(wrapped, AMP) else None
         return wrapped
 
     def _scheduled(self, optimizer: Optimizer) -> ScheduledRadius | None:
         return ScheduledRadius(optimizer, self._schedule) if self._schedule.moves else None
+
+    @property
+    def _matched(self) -> MatchedRadius | None:
+        """What adjusts ε, if it is automatic."""
+        return matched_radius(behind_accelerate(self.optimizer))
 
     def _check_wrapped(self) -> None:
         try:
@@ -177,19 +181,20 @@ class AMPTrainer(Trainer):
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The Trainer's own evaluations during a training, of all data sets; those of callbacks do not come here."""
         metrics: dict[str, float] = super()._evaluate(*args, **kwargs)
-        if self._matched is not None:
-            self._matched.step(validation_loss(metrics, self._monitor))
+        if (matched := self._matched) is not None and (self._is_auto or self._monitor in metrics):
+            matched.step(validation_loss(metrics, self._monitor))
         return metrics
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        if self._matched is not None and self.args.should_save:
-            Path(output_dir, MATCHED).write_text(json.dumps(self._matched.state_dict()))
+        if (matched := self._matched) is not None and self.args.should_save:
+            Path(output_dir, MATCHED).write_text(json.dumps(matched.state_dict()))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if self._matched is not None and checkpoint is not None and (file := Path(checkpoint, MATCHED)).is_file():
-            self._matched.load_state_dict(json.loads(file.read_text()))
+        matched = self._matched
+        if matched is not None and checkpoint is not None and (file := Path(checkpoint, MATCHED)).is_file():
+            matched.load_state_dict(json.loads(file.read_text()))
 
     def _end_step(self) -> None:
         if self._radius is not None:

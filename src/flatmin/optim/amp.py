@@ -13,11 +13,11 @@ one batch at a time. Its Algorithm 1, with J the loss of the batch:
 ε is `epsilon`, ζ is `inner_lr`, N is `inner_iter`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from flatmin.core.recorded_launches import Results
 from flatmin.core.recurring_work import Operands
 from flatmin.core.tensors import ORDINARY_TYPES, STRIDED, compute_dtype, has_layout_of, plain, zero_unless_
 from flatmin.optim.perturbed import Measured, PerturbedOptimizer
+from flatmin.optim.radius.matched import AUTO, FIRST_RADIUS, MatchedRadius
 from flatmin.optim.weight_storage import WeightStorage
 from flatmin.optim.wrapper import Group, check_call, whole_number
 
@@ -39,7 +40,8 @@ class AMP(PerturbedOptimizer):
         optimizer = AMP(base, epsilon=0.1, model=model)
         loss = optimizer.step(closure)
 
-    epsilon     ε, the radius of the ball; 0.1 is a good start
+    epsilon     ε, the radius of the ball; 0.1 is a good start. "auto" starts there, and `optimizer.radius.step(loss)`
+                adjusts it to a loss on held-out data: call it after every epoch
     inner_lr    ζ, the learning rate of the ascent
     inner_iter  N, the number of ascent steps; each costs one pass, and 0 perturbs nothing
     ball        what ε bounds: all parameters together ("global"), each "group", or each "tensor"
@@ -68,6 +70,7 @@ class AMP(PerturbedOptimizer):
     """
 
     starts_clean = True
+    _radius: MatchedRadius | None  # if ε is automatic
     _hyperparameters = ("epsilon", "inner_lr")
     _settings = (*PerturbedOptimizer._settings, "sync_perturbation")
 
@@ -76,7 +79,7 @@ class AMP(PerturbedOptimizer):
         self,
         base: Optimizer,
         *,
-        epsilon: float,
+        epsilon: float | Literal["auto"],
         inner_lr: float = 1.0,
         inner_iter: int = 1,
         ball: Ball = "global",
@@ -84,15 +87,48 @@ class AMP(PerturbedOptimizer):
         model: nn.Module | None = None,
         sync_perturbation: bool = True,
     ) -> None:
+        is_auto = isinstance(epsilon, str) and epsilon == AUTO
+        first: Any = FIRST_RADIUS if is_auto else epsilon
         super().__init__(
             base,
-            {"epsilon": epsilon, "inner_lr": inner_lr},
+            {"epsilon": first, "inner_lr": inner_lr},
             inner_iter=whole_number("inner_iter", inner_iter),
             ball=ball,
             norm=norm,
             model=model,
             sync_perturbation=sync_perturbation,
         )
+        if is_auto:
+            self._radius = MatchedRadius(self)
+
+    def _initialise(self, attributes: Mapping[str, Any]) -> None:
+        self._radius = None
+        super()._initialise(attributes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return state if self._radius is None else {**state, "radius": self._radius.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({name: value for name, value in state.items() if name != "radius"})
+        if "radius" in state:
+            self._radius = MatchedRadius.with_state(self, state["radius"])
+
+    @property
+    def has_matched_radius(self) -> bool:
+        """Was it made with epsilon="auto"?"""
+        return self.behind_proxy()._radius is not None
+
+    @property
+    def radius(self) -> MatchedRadius:
+        """What adjusts an automatic ε: call `optimizer.radius.step(held_out_loss)` once per epoch or more often."""
+        radius = self.behind_proxy()._radius
+        if radius is None:  # not an AttributeError, for which Python would ask the base
+            raise RuntimeError(
+                'the radius is adjusted only with epsilon="auto", got a number; write AMP(base, epsilon="auto"), or '
+                "make a flatmin.MatchedRadius(optimizer), which starts with that number"
+            )
+        return radius
 
     @torch.no_grad()
     def perturb(self, n: int, unscale: float | Tensor, storage: WeightStorage, measured: Measured) -> None:

@@ -253,7 +253,8 @@ def check_hyperparameters(base: Optimizer, values: Mapping[str, object]) -> None
             continue
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         if not (is_number and 0 <= float(value) < float("inf")):  # type: ignore[arg-type]
-            way_out = "; start with epsilon=0.1, and adjust it with flatmin.MatchedRadius" if value == "auto" else ""
+            auto = isinstance(value, str) and value == "auto"
+            way_out = '; only all of a flatmin.AMP has an automatic radius: AMP(base, epsilon="auto")' if auto else ""
             raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}{way_out}")
     if _is_positive(values.get("epsilon", 0)) and evaluates_closure(base):
         raise ValueError(

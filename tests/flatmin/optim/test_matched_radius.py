@@ -3,7 +3,7 @@
 import copy
 import json
 import pickle
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,11 +17,11 @@ CURVATURE = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
 class Bowl:
     """J = ½ θᵀHθ + c at a θ that hardly moves: the rise to θ + Δ is a known function of ε."""
 
-    def __init__(self, epsilon: float = 0.1, device: str = "cpu", **settings: Any) -> None:
+    def __init__(self, epsilon: float | Literal["auto"] = 0.1, device: str = "cpu", **settings: Any) -> None:
         self.theta = nn.Parameter(torch.tensor([0.4, -0.3, 0.2, 0.1], dtype=torch.float64, device=device))
         base = torch.optim.SGD([self.theta], lr=1e-12)
         self.optimizer = flatmin.AMP(base, epsilon=epsilon, inner_lr=1e3, **settings)
-        self.radius = flatmin.MatchedRadius(self.optimizer)
+        self.radius = self.optimizer.radius if epsilon == "auto" else flatmin.MatchedRadius(self.optimizer)
 
     def loss(self) -> Tensor:
         curvature = CURVATURE.to(self.theta.device)
@@ -275,24 +275,34 @@ def test_a_copy_counts_the_steps_of_its_own_optimizer(copied: Any) -> None:
 
 def test_a_scheduler_that_grows_or_is_anothers_is_refused() -> None:
     bowl = Bowl(0.1)
-    grows = flatmin.RadiusScheduler(bowl.optimizer, 10, growth="linear")
+    grows = flatmin.RadiusScheduler(bowl.optimizer, 10, start=0.0, growth="linear")
     with pytest.raises(ValueError, match='grows by itself, got a scheduler with growth="linear"'):
-        flatmin.MatchedRadius(bowl.optimizer, scheduler=grows)
+        flatmin.MatchedRadius(bowl.optimizer)
+    with pytest.raises(ValueError, match='grows by itself, got a scheduler with growth="linear"'):
+        bowl.radius.step(1.0)
+    assert grows.get_last_radius() == pytest.approx([0.01])
     others = flatmin.RadiusScheduler(Bowl(0.1).optimizer, 10)
     with pytest.raises(ValueError, match="belong to the same optimizer"):
         flatmin.MatchedRadius(bowl.optimizer, scheduler=others)
 
 
-@pytest.mark.parametrize("scheduler_first", [True, False])
-def test_a_scheduler_that_it_was_not_given_would_undo_it_and_is_refused(scheduler_first: bool) -> None:
-    optimizer = Bowl(0.1).optimizer
-    radius = None if scheduler_first else flatmin.MatchedRadius(optimizer)
-    scheduler = flatmin.RadiusScheduler(optimizer, 10, start=0.0)
-    with pytest.raises(ValueError, match=r"write MatchedRadius\(optimizer, scheduler=scheduler\)"):
-        _ = flatmin.MatchedRadius(optimizer) if radius is None else radius.step(1.0)
-    for _ in range(10):
+@pytest.mark.parametrize("order", ["scheduler first", "radius first", "automatic", "a copy"])
+def test_the_scheduler_of_the_same_optimizer_applies_the_radius_that_is_found(order: str) -> None:
+    bowl = Bowl("auto" if order == "automatic" else 0.1)
+    scheduler = flatmin.RadiusScheduler(bowl.optimizer, 10, start=0.5)
+    if order == "scheduler first":
+        bowl.radius = flatmin.MatchedRadius(bowl.optimizer)
+    if order == "a copy":
+        bowl, scheduler = copy.deepcopy((bowl, scheduler))
+    for _ in range(5):
+        bowl.steps(1)
+        assert (bowl.epsilon, bowl.radius.step(1e6)) == (0.0, 1.0)  # nothing is perturbed yet
         scheduler.step()
-    assert flatmin.MatchedRadius(optimizer).step(1.0) == 1  # one whose training is over sets nothing
+    bowl.steps(1)
+    assert bowl.radius.step(1e6) == 3
+    for _ in range(6):  # also when its training is over
+        scheduler.step()
+        assert bowl.epsilon == pytest.approx(0.3)
 
 
 def test_only_amp_has_a_radius_to_match() -> None:
@@ -300,7 +310,90 @@ def test_only_amp_has_a_radius_to_match() -> None:
     with pytest.raises(TypeError, match=r"the epsilon of a flatmin.AMP, got"):
         flatmin.MatchedRadius(base)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"got .*RMP"):
-        flatmin.MatchedRadius(flatmin.RMP(base, epsilon=0.1))  # type: ignore[arg-type]
+        flatmin.MatchedRadius(flatmin.RMP(base, epsilon=0.1))
+
+
+# ---- epsilon="auto"
+
+
+def test_an_automatic_radius_starts_at_a_tenth_and_is_a_matched_one() -> None:
+    auto, by_hand = Bowl("auto"), Bowl(0.1)
+    assert auto.epsilon == auto.optimizer.defaults["epsilon"] == 0.1
+    for gap in (1e6, 0.95, 0.9, 0.0):
+        auto.steps()
+        by_hand.steps()
+        assert auto.optimizer.radius.step(gap) == by_hand.radius.step(gap)
+        assert auto.epsilon == by_hand.epsilon != 0.1
+        assert torch.equal(auto.theta, by_hand.theta)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_copy_of_the_optimizer_has_its_own_radius_with_what_has_been_seen(copied: Any, late: bool) -> None:
+    bowl = Bowl("auto")
+    scheduler = flatmin.RadiusScheduler(bowl.optimizer, 10, start=0.2) if late else None
+    if scheduler is not None:  # ε is 0 when it is copied
+        before = copied(bowl.optimizer)
+        assert before.radius.first == [0.1]
+        scheduler.step(2)
+    bowl.steps(2)
+    other = copied(bowl.optimizer)
+    assert other.radius is not bowl.radius
+    assert other.radius.optimizer is other
+    assert other.radius.step(0.95) == bowl.radius.step(0.95) != 3
+    assert other.param_groups[0]["epsilon"] == bowl.epsilon
+    with torch.no_grad():
+        bowl.theta.copy_(other.param_groups[0]["params"][0])
+    bowl.steps()
+    assert other.radius.step(1e6) == 1.0  # the copy took no steps
+    assert bowl.radius.step(1e6) == 3
+
+
+def test_a_checkpoint_of_the_optimizer_has_the_radius() -> None:
+    bowl, other = Bowl("auto"), Bowl("auto")
+    bowl.steps()
+    bowl.radius.step(1e6)
+    with torch.no_grad():
+        other.theta.copy_(bowl.theta)
+    other.optimizer.load_state_dict(copy.deepcopy(bowl.optimizer.state_dict()))
+    assert other.epsilon == pytest.approx(0.3)
+    bowl.steps()
+    other.steps()
+    assert other.radius.step(0.95) == bowl.radius.step(0.95)
+    assert other.epsilon == bowl.epsilon
+
+
+def test_a_group_with_a_radius_of_its_own_keeps_its_share_of_an_automatic_one() -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    groups: list[dict[str, Any]] = [{"params": weights[:1]}, {"params": weights[1:], "epsilon": 0.4}]
+    optimizer = flatmin.AMP(torch.optim.SGD(groups, lr=0.1), epsilon="auto", ball="group")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = torch.stack([w.square().sum() for w in weights]).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.radius.step(1e6)
+    assert [group["epsilon"] for group in optimizer.param_groups] == pytest.approx([0.3, 1.2])
+
+
+def test_without_auto_there_is_no_radius_to_step() -> None:
+    optimizer = Bowl(0.1).optimizer
+    assert not optimizer.has_matched_radius
+    with pytest.raises(RuntimeError, match=r'write AMP\(base, epsilon="auto"\), or make a flatmin\.MatchedRadius'):
+        optimizer.radius.step(1.0)
+
+
+def test_auto_is_for_all_of_an_amp() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match=r"got 'auto'; only all of a flatmin\.AMP"):
+        flatmin.AMP(torch.optim.SGD([{"params": [weight], "epsilon": "auto"}], lr=0.1), epsilon=0.1)
+    with pytest.raises(ValueError, match=r"got 'auto'; only all of a flatmin\.AMP"):
+        flatmin.RMP(torch.optim.SGD([weight], lr=0.1), epsilon="auto")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"got 'automatic'$"):
+        flatmin.AMP(torch.optim.SGD([weight], lr=0.1), epsilon="automatic")  # type: ignore[arg-type]
 
 
 @pytest.mark.cuda

@@ -397,8 +397,26 @@ def test_a_micro_batch_without_a_loss_is_left_out_of_the_losses() -> None:
 
 
 def test_a_training_without_a_validation_says_that_nothing_was_adjusted() -> None:
-    with pytest.warns(RuntimeWarning, match="has adjusted nothing, because there was no validation"):
+    with pytest.warns(RuntimeWarning, match="has adjusted nothing, because no validation .* reported 'val_loss'"):
         validated(Validated(), FlatMinima(epsilon="auto"), check_val_every_n_epoch=10)
+
+
+@pytest.mark.parametrize("monitor", ["val_loss", "another"])
+def test_an_automatic_radius_that_the_module_configures_is_matched_if_its_loss_is_reported(monitor: str) -> None:
+    class Configured(Validated):
+        def configure_optimizers(self) -> Any:
+            return flatmin.AMP(super().configure_optimizers(), epsilon="auto", model=self)
+
+    fitted, expected = Configured("dropout"), Validated("dropout")
+    if monitor == "another":
+        with pytest.warns(RuntimeWarning, match="has adjusted nothing, because no validation .* reported 'another'"):
+            trainer = validated(fitted, FlatMinima(monitor="another"))
+        assert trainer.optimizers[0].param_groups[0]["epsilon"] == 0.1
+        return
+    trainer = validated(fitted, FlatMinima())
+    other = validated(expected, FlatMinima(epsilon="auto"))
+    assert trainer.optimizers[0].param_groups[0]["epsilon"] == other.optimizers[0].param_groups[0]["epsilon"] != 0.1
+    assert same(fitted.weights(), expected.weights())
 
 
 def test_the_steps_of_a_search_are_not_matched() -> None:
@@ -487,6 +505,26 @@ def test_amptrainer_matches_the_radius_with_the_losses_that_it_reports(tmp_path:
     before = trainer.optimizer.param_groups[0]["epsilon"]
     trainer.evaluate()  # after the training nothing is matched
     assert trainer.optimizer.param_groups[0]["epsilon"] == before
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+@pytest.mark.parametrize("reported", [True, False])
+def test_an_automatic_radius_in_optimizers_is_matched_if_its_loss_is_reported(tmp_path: Path, reported: bool) -> None:
+    expected = matching_trainer(tmp_path)
+    expected.train()
+    model, data = small_gpt(), {"train_dataset": expected.train_dataset, "eval_dataset": expected.eval_dataset}
+    plain = on_transformers.transformers.Trainer(model, expected.args, **data)  # type: ignore[attr-defined]
+    trainer = AMPTrainer(
+        model,
+        expected.args,
+        **data,
+        optimizers=(flatmin.AMP(plain.create_optimizer(), epsilon="auto", model=model), None),
+        monitor="eval_loss" if reported else "another",
+        callbacks=[Seeds()],
+    )
+    trainer.train()
+    found, matched = (one.optimizer.param_groups[0]["epsilon"] for one in (trainer, expected))
+    assert found == (matched if reported else 0.1) != (0.1 if reported else matched)
 
 
 @pytest.mark.usefixtures("fresh_accelerator")

@@ -1,8 +1,8 @@
 """A radius that nobody has to choose: ε is adjusted until the loss at θ + Δ matches the loss on new data.
 
-    radius = MatchedRadius(optimizer)
+    optimizer = AMP(base, epsilon="auto")
     …                                     an epoch of steps
-    radius.step(held_out_loss)
+    optimizer.radius.step(held_out_loss)
 
 The loss on new data has its minimum a little away from that of the training loss, and AMP trains for the worst point
 nearby. The ball is too small if the loss there is lower than on new data, and too large if it is higher. So at each
@@ -27,11 +27,11 @@ from torch import Tensor
 
 from flatmin.core import distributed
 from flatmin.core.messages import describe
-from flatmin.optim.amp import AMP
+from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.optim.radius.schedule import RadiusScheduler, radii_of, radius_of_new, scale_radii, with_new_radii
 from flatmin.optim.wrapper import Group
 
-AUTO, FIRST_RADIUS = "auto", 0.1  # what trainers and the laboratory call it, and where it starts there
+AUTO, FIRST_RADIUS = "auto", 0.1  # epsilon="auto", and where it starts
 RELEASE = 0.6  # the share of the perturbed part of a run in which ε is adjusted, if held-out data are to be trained on
 MAX_FACTOR, MIN_FACTOR = 3.0, 2 / 3  # of one call
 MIN_SHARE = 0.01  # of the first radius: ε never falls below that, because it could not grow from 0
@@ -49,29 +49,32 @@ class HasRadii(Protocol):
 class MatchedRadius:
     """Adjusts the ε of a flatmin.AMP to the held-out loss, as torch's ReduceLROnPlateau does the learning rate.
 
-        optimizer = flatmin.AMP(base, epsilon=0.1, model=model)       # 0.1 to begin with
-        radius = flatmin.MatchedRadius(optimizer)
+    AMP(base, epsilon="auto") has one, `optimizer.radius`, which starts with 0.1. To start elsewhere, make it yourself:
 
-    scheduler   the `RadiusScheduler` of the same optimizer, if there is one: it then applies its shares to the radius
-                found here. Its growth must be "constant": this radius grows by itself
+        optimizer = flatmin.AMP(base, epsilon=0.5, model=model)
+        radius = flatmin.MatchedRadius(optimizer)
 
     Call `step` with the mean loss on data that are not trained on, once per epoch or more often. A few hundred examples
     are enough. They must be like the training data (with as many wrong labels, if there are any), and the model must be
     in eval mode. On several ranks, all call it with the same held-out loss; save its state right after a call, or on
     every rank.
+
+    If a `RadiusScheduler` sets the ε of the same optimizer, it applies its shares to the radius found here. Its growth
+    must be "constant": this radius grows by itself.
+
+    scheduler   what applies the shares, if it is not a `RadiusScheduler`
     """
 
-    def __init__(self, optimizer: AMP, *, scheduler: HasRadii | None = None) -> None:
-        if not isinstance(optimizer, AMP):
+    def __init__(self, optimizer: PerturbedOptimizer, *, scheduler: HasRadii | None = None) -> None:
+        if not (isinstance(optimizer, PerturbedOptimizer) and optimizer.starts_clean):
             raise TypeError(
                 f"MatchedRadius adjusts the epsilon of a flatmin.AMP, got {describe(optimizer)}; give it the AMP "
                 "itself (with Accelerate, `optimizer.optimizer`)"
             )
         self.optimizer, self.scheduler = optimizer.behind_proxy(), scheduler
         if isinstance(scheduler, RadiusScheduler):
-            _check_scheduler(scheduler, self.optimizer)
+            _check_owner(scheduler, self.optimizer)
         self.first = list(self.radii)
-        self._check_alone()
         if not any(self.first):
             raise ValueError(
                 "a matched radius must start above 0, got 0 in all groups; write epsilon=0.1, and create the "
@@ -81,21 +84,37 @@ class MatchedRadius:
         self._lacks_losses = False  # was there a step whose losses the optimizer has not seen?
         self._watch()
 
+    @classmethod
+    def with_state(cls, optimizer: PerturbedOptimizer, state_dict: dict[str, Any]) -> "MatchedRadius":
+        """That of a copy of its optimizer, whose ε may be 0 at the moment."""
+        radius = cls.__new__(cls)
+        radius.optimizer, radius.scheduler = optimizer, None
+        radius.load_state_dict(state_dict)
+        radius._watch()
+        return radius
+
     def _watch(self) -> None:
         self._handle = self.optimizer.register_step_post_hook(self._add)
         self.optimizer.watch_groups(self._group_added)
 
-    def _check_alone(self) -> None:
-        """Without a `scheduler`, no other one may set the radius, unless its training is over."""
-        watchers = self.optimizer.group_watchers() if self.scheduler is None else []
-        if any(isinstance(one, RadiusScheduler) and one.last_epoch < one.total_steps for one in watchers):
+    def _applies_shares(self) -> HasRadii | None:
+        """The scheduler that sets ε, if there is one; of several, the last that was made."""
+        if self.scheduler is not None:
+            found: HasRadii = self.scheduler
+        else:
+            watching = [one for one in self.optimizer.group_watchers() if isinstance(one, RadiusScheduler)]
+            if not watching:
+                return None
+            found = watching[-1]
+        if isinstance(found, RadiusScheduler) and found.schedule.growth != "constant":
             raise ValueError(
-                "a RadiusScheduler sets the epsilon of this optimizer too, and would undo what is matched; write "
-                "MatchedRadius(optimizer, scheduler=scheduler)"
+                f'a matched radius grows by itself, got a scheduler with growth="{found.schedule.growth}"; use '
+                '"constant" there'
             )
+        return found
 
     def _group_added(self, group: Group, has_radius: bool) -> None:
-        if self.scheduler is None and not has_radius:
+        if not has_radius and self._applies_shares() is None:
             group["epsilon"] = radius_of_new(self.optimizer, radii_of(self.optimizer)[:-1])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,9 +128,8 @@ class MatchedRadius:
     @property
     def radii(self) -> list[float]:
         """The ε of each group, or what its schedule grows to."""
-        return (
-            radii_of(self.optimizer) if self.scheduler is None else with_new_radii(self.optimizer, self.scheduler.radii)
-        )
+        scheduler = self._applies_shares()
+        return radii_of(self.optimizer) if scheduler is None else with_new_radii(self.optimizer, scheduler.radii)
 
     @torch.no_grad()
     def _add(self, *_: object) -> None:
@@ -135,8 +153,7 @@ class MatchedRadius:
         its loss measures them, and so does `optimizer.step(losses=(loss, loss_perturbed))` after `perturbed()` blocks;
         else, and for steps with `ascent=`, give them here.
         """
-        self._check_alone()
-        groups = self.optimizer.process_groups
+        scheduler, groups = self._applies_shares(), self.optimizer.process_groups
         if self._sums is None and not groups:
             return 1.0
         if self._lacks_losses and losses is None:
@@ -161,10 +178,10 @@ class MatchedRadius:
         added = self.radii[len(self.first) :]
         self.first += [max(self.first) if radius and self.optimizer.ball == "global" else radius for radius in added]
         radii = [max(factor * now, MIN_SHARE * first) for now, first in zip(self.radii, self.first, strict=True)]
-        if self.scheduler is None:
+        if scheduler is None:
             scale_radii(self.optimizer, radii, 1.0)
         else:
-            self.scheduler.set_radii(radii)
+            scheduler.set_radii(radii)
         return factor
 
     def state_dict(self) -> dict[str, Any]:
@@ -192,15 +209,10 @@ def _sum_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
 
 
-def _check_scheduler(scheduler: RadiusScheduler, optimizer: AMP) -> None:
+def _check_owner(scheduler: RadiusScheduler, optimizer: PerturbedOptimizer) -> None:
     theirs: Any = scheduler.optimizer
-    if isinstance(theirs, AMP) and theirs.behind_proxy() is not optimizer:
+    if isinstance(theirs, PerturbedOptimizer) and theirs.behind_proxy() is not optimizer:
         raise ValueError("scheduler must belong to the same optimizer, got one of another")
-    if scheduler.schedule.growth != "constant":
-        raise ValueError(
-            f'a matched radius grows by itself, got a scheduler with growth="{scheduler.schedule.growth}"; use '
-            '"constant" there'
-        )
 
 
 def _is_number(loss: Tensor | None) -> TypeGuard[Tensor]:
