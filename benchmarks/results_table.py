@@ -124,8 +124,8 @@ def _cheap_rows(found: Frontier) -> list[list[str]]:
 
 
 def radii(results: Path) -> str:
-    """For each data set under `short`: ERM, fixed radii, the automatic one, and what that loses of the best's gain."""
-    found = [one for protocol in _protocols(results) if protocol.name == "short" for one in protocol.regrets]
+    """For each data set and length: ERM, fixed radii, the automatic one, and what that loses of the best's gain."""
+    found = [one for protocol in _protocols(results) for one in protocol.regrets]
     found = [one for one in found if not one.auto.recipe.settings.get("start")]
     if not found:
         raise ValueError(f"there is no automatic radius beside fixed ones in {results}; see flatmin reproduce auto")
@@ -148,7 +148,8 @@ def _radius_row(one: Regret, number: int, sizes: Sequence[float]) -> list[str]:
     cells = [_sample(values, column_named(COLUMNS[number]), least) for values in samples]
     lost = one.lost[number]
     wrong = one.auto.place.label_noise
-    place = f"{TITLES[one.auto.data]}{f', {whole(100 * wrong)} % wrong labels' if wrong else ''}"
+    length = f", {one.auto.recipe.epochs} epochs" if one.auto.data in SETS else ""
+    place = f"{TITLES[one.auto.data]}{length}{f', {whole(100 * wrong)} % wrong labels' if wrong else ''}"
     return [f"{place}: {one.columns[number]}", *cells, _share(*lost[:3]) if lost else ""]
 
 

@@ -92,9 +92,19 @@ def test_a_lucky_single_run_is_no_best_radius(tmp_path: Path) -> None:
     assert only.lost[0].best.name == "AMP (ε 0.12)"
 
 
+def test_the_radius_of_the_protocol_is_one_of_the_fixed_ones(tmp_path: Path) -> None:
+    (only,) = regrets_of(tmp_path, {"erm": [0.060, 0.061], "amp": [0.050, 0.051], "amp-auto": [0.051, 0.052]})
+    assert only.lost[0] is not None
+    assert only.lost[0].best.recipe.settings["epsilon"] == 0.1
+    assert only.lost[0].share == pytest.approx(0.1)
+    at_200 = {recipe.name: recipe.settings.get("epsilon") for recipe in EXPERIMENTS["auto"]("paper").recipes}
+    assert at_200["paper/cifar10-preactresnet18-amp"] == 0.5
+    assert "paper/cifar10-preactresnet18-amp-radius-0.5" not in at_200  # it would be trained twice
+
+
 @pytest.mark.parametrize("missing", ["erm", "amp-radius-0.25", "amp-auto"])
-def test_it_needs_erm_two_fixed_radii_and_the_automatic_one(tmp_path: Path, missing: str) -> None:
-    names = {"erm", "amp-radius-0.12", "amp-radius-0.25", "amp-auto"} - {missing}
+def test_it_needs_erm_a_fixed_radius_and_the_automatic_one(tmp_path: Path, missing: str) -> None:
+    names = {"erm", "amp-radius-0.25", "amp-auto"} - {missing}
     assert not regrets_of(tmp_path, {name: [0.05, 0.06] for name in names})
     assert "adjusts itself loses" not in text_of(report_page(load_results([tmp_path])))
 

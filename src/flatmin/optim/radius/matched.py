@@ -82,13 +82,14 @@ class MatchedRadius:
             )
         self._sums: Tensor | None = None  # of both losses, the share at the edge, and ones, on the device
         self._lacks_losses = False  # was there a step whose losses the optimizer has not seen?
+        self._one: Tensor | None = None  # a 1 on the device
         self._watch()
 
     @classmethod
     def with_state(cls, optimizer: PerturbedOptimizer, state_dict: dict[str, Any]) -> "MatchedRadius":
         """That of a copy of its optimizer, whose ε may be 0 at the moment."""
         radius = cls.__new__(cls)
-        radius.optimizer, radius.scheduler = optimizer, None
+        radius.optimizer, radius.scheduler, radius._one = optimizer, None, None
         radius.load_state_dict(state_dict)
         radius._watch()
         return radius
@@ -136,13 +137,16 @@ class MatchedRadius:
         last = self.optimizer.last
         if last.on_ball is None or last.skipped is None:  # nothing was perturbed
             return
-        at_edge = last.on_ball.to(_sum_dtype(last.on_ball.device))
-        ones = torch.ones_like(at_edge)
-        losses = [loss.to(ones).reshape(()) for loss in (last.loss, last.loss_perturbed) if _is_number(loss)]
-        self._lacks_losses = self._lacks_losses or len(losses) < 2
-        row = torch.stack([*(losses if len(losses) == 2 else [0 * ones] * 2), at_edge, ones])
-        row = torch.where(last.skipped, torch.zeros_like(row), row)
-        self._sums = row if self._sums is None else self._sums + row
+        home = last.on_ball.device
+        if self._sums is None:
+            self._sums = torch.zeros(4, dtype=_sum_dtype(home), device=home)
+        if self._one is None or self._one.device != home:
+            self._one = torch.ones((), device=home)
+        losses = [loss.reshape(()).to(home) for loss in (last.loss, last.loss_perturbed) if _is_number(loss)]
+        if len(losses) < 2:
+            self._lacks_losses, losses = True, [0 * self._one] * 2
+        row = torch.stack([*losses, last.on_ball, self._one])  # with the next line three kernels a step
+        self._sums += torch.where(last.skipped, 0.0, row)
 
     def step(
         self, held_out_loss: float | Tensor, *, losses: tuple[float | Tensor, float | Tensor] | None = None

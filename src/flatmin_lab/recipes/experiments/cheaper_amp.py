@@ -93,14 +93,16 @@ def temperature(protocol: Protocol) -> Experiment:
 
 
 def auto(protocol: Protocol) -> Experiment:
-    """A radius that adjusts itself beside five fixed ones: how much of the best one's gain is lost?
+    """A radius that adjusts itself beside five fixed ones and the protocol's: how much of the best one's gain is lost?
 
     The radius is matched to a held-out part of the training set; the fixed ones train on all of it.
     """
     recipes = []
     for data in ("cifar10", "cifar100"):
         train = partial(cell, protocol, data, RESNET)
-        recipes += [train("erm"), *(train("amp", variant=name, settings=radius) for name, radius in RADII.items())]
+        recipes += [train("erm"), amp := train("amp")]
+        others = {name: radius for name, radius in RADII.items() if radius != {"epsilon": amp.settings["epsilon"]}}
+        recipes += [train("amp", variant=name, settings=radius) for name, radius in others.items()]
     small = small_fields("digits", protocol)
     for noise in (0.0, 0.2):
         name = f"{home_of(protocol)}/digits-convnet-{{}}{f'-noise-{noise}' if noise else ''}"

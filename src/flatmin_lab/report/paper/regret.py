@@ -61,7 +61,7 @@ def mean_regrets(found: Sequence[Regret]) -> list[MeanRegret]:
 
 
 def regrets(table: FilledTable) -> list[Regret]:
-    """One for each automatic radius beside ERM and two or more fixed ones."""
+    """One for each automatic radius beside ERM and a fixed one."""
     found = []
     labels = [column.label for column in table.columns]
     for place in dict.fromkeys(row.place for row in table.rows):
@@ -69,7 +69,7 @@ def regrets(table: FilledTable) -> list[Regret]:
         erm = next((row for row in rows if row.recipe.method == "erm"), None)
         radii = [row for row in rows if row.recipe.method == "amp"]
         fixed = [row for row in radii if row.recipe.settings["epsilon"] != AUTO]
-        if erm is None or len(fixed) < 2:
+        if erm is None or not fixed:
             continue
         for auto in (row for row in radii if row not in fixed):
             lost = [_lost(erm, fixed, auto, number) for number in range(len(labels))]
