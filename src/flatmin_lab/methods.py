@@ -34,7 +34,7 @@ UNLISTED = {**NOT_IN_PAPER, "regulariser": "erm", "noise": "ball", "units": "pix
 BESIDE_AMP = ("erm", "label_smoothing", "flooding", "mixup")  # regularisers that AMP can be combined with
 AUTO, AUTO_FIRST_RADIUS = matched.AUTO, matched.FIRST_RADIUS  # the word for a matched ε, and its initial value
 AUTO_RELEASE = matched.RELEASE
-AUTO_RULE = 2  # version of how ε is matched, here and in flatmin.MatchedRadius: a run keeps the one it started with
+AUTO_RULE = 3  # version of how ε is matched, here and in flatmin.MatchedRadius: a run keeps the one it started with
 OF_AUTO = ("held_out", "release", "matches")  # settings of a matched ε only
 
 

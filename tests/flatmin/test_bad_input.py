@@ -67,7 +67,10 @@ CONSTRUCTORS: dict[str, tuple[Callable[[Setup], Any], str]] = {
         lambda case: AMP(sgd(case), epsilon=0.1, inner_iter=1.5),
         "inner_iter must be a whole number of at least 0, got 1.5",
     ),
-    "auto": (lambda case: RMP(sgd(case), epsilon="auto"), r"got 'auto'; only all of .* AMP\(base, epsilon=\"auto\"\)"),
+    "auto": (
+        lambda case: RMP(sgd(case), epsilon="auto"),
+        r"got 'auto'; an automatic radius is that of a whole .* AMP\(base, epsilon=\"auto\"\)",
+    ),
     "negative passes": (lambda case: AMP(sgd(case), epsilon=0.1, inner_iter=-1), "inner_iter .* got -1"),
     "true passes": (lambda case: AMP(sgd(case), epsilon=0.1, inner_iter=True), "inner_iter .* got True"),
     "unknown ball": (

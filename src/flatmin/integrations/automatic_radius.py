@@ -32,7 +32,12 @@ def check_epsilon(
 
 def matched_radius(optimizer: object) -> MatchedRadius | None:
     """What adjusts the ε of this optimizer, if it is automatic."""
-    return optimizer.radius if isinstance(optimizer, AMP) and optimizer.has_matched_radius else None
+    return optimizer.radius if isinstance(optimizer, AMP) and optimizer.has_automatic_radius else None
+
+
+def unadjusted(monitor: str, way_out: str) -> str:
+    """A warning at the end of a training."""
+    return f'epsilon="auto" adjusted nothing, because no evaluation in this training reported {monitor!r}; {way_out}'
 
 
 def validation_loss(metrics: Mapping[str, Any], monitor: str) -> float:

@@ -53,7 +53,7 @@ except ModuleNotFoundError:  # the same package under its older name
 from flatmin.ball import Ball, Norm
 from flatmin.core.messages import describe
 from flatmin.core.model_state import Snapshot
-from flatmin.integrations.automatic_radius import check_epsilon, is_auto, matched_radius, validation_loss
+from flatmin.integrations.automatic_radius import check_epsilon, is_auto, matched_radius, unadjusted, validation_loss
 from flatmin.integrations.replay import RandomState, Replay, as_it_is, note_losses
 from flatmin.integrations.scheduled_radius import ScheduledRadius
 from flatmin.optim import AMP, RMP, perturbed
@@ -108,7 +108,7 @@ class FlatMinima(pl.Callback):
         self._logs: list[StepLog] = []
         self._radii: list[ScheduledRadius] = []  # one per optimizer, if there is a schedule
         self._matched: list[MatchedRadius] = []  # one per optimizer, if ε is automatic
-        self._was_matched = False
+        self._calls_before = 0  # of what adjusts ε, when the training began
         self._matched_states: list[dict[str, Any]] = []  # of a checkpoint, until there are optimizers
         self.monitor = monitor
         self.schedule = RadiusSchedule(start=start, growth=growth, every=every)
@@ -167,15 +167,16 @@ class FlatMinima(pl.Callback):
             trainer.fit_loop.run = partial(self._run_with_callback, trainer, trainer.fit_loop.run)  # type: ignore[method-assign]
 
     def _match(self, optimizers: list[Any], module: pl.LightningModule) -> None:
-        self._was_matched = False
         if module.automatic_optimization:
             found = [matched_radius(getattr(optimizer, "_optimizer", None)) for optimizer in optimizers]
             self._matched = [radius for radius in found if radius is not None]
+            self._calls_before = sum(radius.calls for radius in self._matched)
             self._load_matched()
         elif is_auto(self.epsilon):
             raise ValueError(
                 'epsilon="auto" takes the losses of the passes that the trainer runs, but this module optimises '
-                "manually; give epsilon a number, and adjust it with a flatmin.MatchedRadius in the module"
+                'manually; return flatmin.AMP(optimizer, epsilon="auto") from configure_optimizers, and call '
+                "self.optimizers().radius.step(held_out_loss) in the module"
             )
 
     def _load_matched(self) -> None:
@@ -189,7 +190,6 @@ class FlatMinima(pl.Callback):
             loss = validation_loss(trainer.callback_metrics, self.monitor)
             for matched in self._matched:
                 matched.step(loss)
-            self._was_matched = True
 
     # not a state_dict(): with one, Lightning refuses a second callback in its own words
 
@@ -222,14 +222,9 @@ class FlatMinima(pl.Callback):
             self._logs.pop().close()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._matched and not self._was_matched:
-            warnings.warn(
-                'epsilon="auto" has adjusted nothing, because no validation during this training reported '
-                f"{self.monitor!r}; log it in validation_step, and validate more often (check_val_every_n_epoch, "
-                "val_check_interval)",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        if self._matched and sum(radius.calls for radius in self._matched) == self._calls_before:
+            way_out = "log it in validation_step, and validate more often (check_val_every_n_epoch, val_check_interval)"
+            warnings.warn(unadjusted(self.monitor, way_out), RuntimeWarning, stacklevel=2)
         self._end_training()
 
     def _end_training(self) -> None:

@@ -6,6 +6,7 @@ to the Trainer. The loss it reports is that of the clean passes, the gradient no
 """
 
 import json
+import warnings
 from collections.abc import Callable
 from functools import partial
 from inspect import signature
@@ -19,7 +20,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import HPSearchBackend
 
 from flatmin.integrations.accelerate import Window, behind_accelerate, check_strategy, unwrap_optimizer
-from flatmin.integrations.automatic_radius import check_epsilon, is_auto, matched_radius, validation_loss
+from flatmin.integrations.automatic_radius import check_epsilon, is_auto, matched_radius, unadjusted, validation_loss
 from flatmin.integrations.recorded_step import RecordedStep
 from flatmin.integrations.scheduled_radius import ScheduledRadius
 from flatmin.optim import AMP, RMP
@@ -46,7 +47,8 @@ class AMPTrainer(Trainer):
     log_perturbation        log what steps measure with the Trainer's loss, as `flatmin.StepLog` does: amp/delta_norm …
 
     An optimizer in `optimizers=` is wrapped, or used as it is if it already is a flatmin.AMP or flatmin.RMP; then it
-    keeps its own settings. Listed before another subclass of Trainer, it works as a mixin:
+    keeps its own settings (an ε that is "auto" is adjusted there too). Listed before another subclass of Trainer, it
+    works as a mixin:
 
         class AMPSeq2SeqTrainer(AMPTrainer, Seq2SeqTrainer): ...
 
@@ -80,6 +82,8 @@ class AMPTrainer(Trainer):
         named = signature(super().__init__).bind_partial(*args, **kwargs).arguments
         given = (named.get("optimizers") or (None, None))[0]
         self._check_settings(given, settings, perturb)
+        if matched_radius(given) is not None:
+            check_epsilon("auto", method, self._schedule)
         if not isinstance(given, PerturbedOptimizer):  # wrong values raise now, not when training begins
             method(SGD([nn.Parameter(torch.zeros(1))], lr=0.0), **settings)
         self._method, self._settings, self._perturb = method, settings, perturb
@@ -169,8 +173,13 @@ class AMPTrainer(Trainer):
                 'epsilon="auto" is matched with the loss of evaluations during the training, but there are none; '
                 'write TrainingArguments(eval_strategy="epoch") and an eval_dataset, or give epsilon a number'
             )
+        before = self._matched.calls if self._matched is not None else 0
         try:
-            return super().train(*args, **kwargs)
+            result = super().train(*args, **kwargs)
+            if self._matched is not None and self._matched.calls == before:
+                way_out = 'write TrainingArguments(eval_strategy="epoch"), and name the loss: monitor="…"'
+                warnings.warn(unadjusted(self._monitor, way_out), RuntimeWarning, stacklevel=2)
+            return result
         finally:
             if self._radius is not None:
                 self._radius.restore()

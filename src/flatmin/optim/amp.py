@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,14 @@ from flatmin.core.recorded_launches import Results
 from flatmin.core.recurring_work import Operands
 from flatmin.core.tensors import ORDINARY_TYPES, STRIDED, compute_dtype, has_layout_of, plain, zero_unless_
 from flatmin.optim.perturbed import Measured, PerturbedOptimizer
-from flatmin.optim.radius.matched import AUTO, FIRST_RADIUS, MatchedRadius
+from flatmin.optim.radius.matched import (
+    AUTO,
+    FIRST_RADIUS,
+    MatchedRadius,
+    automatic_radius,
+    record_steps,
+    set_radius_of_new,
+)
 from flatmin.optim.weight_storage import WeightStorage
 from flatmin.optim.wrapper import Group, check_call, whole_number
 
@@ -70,7 +77,6 @@ class AMP(PerturbedOptimizer):
     """
 
     starts_clean = True
-    _radius: MatchedRadius | None  # if ε is automatic
     _hyperparameters = ("epsilon", "inner_lr")
     _settings = (*PerturbedOptimizer._settings, "sync_perturbation")
 
@@ -99,36 +105,45 @@ class AMP(PerturbedOptimizer):
             sync_perturbation=sync_perturbation,
         )
         if is_auto:
-            self._radius = MatchedRadius(self)
+            automatic_radius(self)
 
     def _initialise(self, attributes: Mapping[str, Any]) -> None:
-        self._radius = None
         super()._initialise(attributes)
+        if self.matching is not None:  # of a copy
+            record_steps(self)
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        return state if self._radius is None else {**state, "radius": self._radius.state_dict()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({name: value for name, value in state.items() if name != "radius"})
-        if "radius" in state:
-            self._radius = MatchedRadius.with_state(self, state["radius"])
+    def add_param_group(self, param_group: Group) -> None:
+        has_radius = "epsilon" in param_group
+        super().add_param_group(param_group)
+        optimizer = self.behind_proxy()
+        if optimizer.matching is not None and not has_radius:
+            set_radius_of_new(optimizer, optimizer.param_groups[-1])
 
     @property
-    def has_matched_radius(self) -> bool:
+    def has_automatic_radius(self) -> bool:
         """Was it made with epsilon="auto"?"""
-        return self.behind_proxy()._radius is not None
+        record = self.behind_proxy().matching
+        return record is not None and record.automatic
 
     @property
     def radius(self) -> MatchedRadius:
         """What adjusts an automatic ε: call `optimizer.radius.step(held_out_loss)` once per epoch or more often."""
-        radius = self.behind_proxy()._radius
-        if radius is None:  # not an AttributeError, for which Python would ask the base
-            raise RuntimeError(
-                'the radius is adjusted only with epsilon="auto", got a number; write AMP(base, epsilon="auto"), or '
-                "make a flatmin.MatchedRadius(optimizer), which starts with that number"
-            )
-        return radius
+        if self.behind_proxy().matching is None:
+            raise AttributeError("see __getattr__")
+        return MatchedRadius(self)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError as error:
+                if name != "radius":
+                    raise
+                raise AttributeError(
+                    'only an epsilon="auto" has a radius that is adjusted, got a number; write AMP(base, '
+                    'epsilon="auto"), or make a flatmin.MatchedRadius(optimizer), which starts with that number'
+                ) from error
 
     @torch.no_grad()
     def perturb(self, n: int, unscale: float | Tensor, storage: WeightStorage, measured: Measured) -> None:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ContextDecorator, contextmanager,
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from types import NoneType
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,9 @@ from flatmin.optim.skip_step import skips_by_itself, step_unless
 from flatmin.optim.telemetry.step_info import Last, detached_loss, mean_loss, mean_of
 from flatmin.optim.weight_storage import InPlace, WeightStorage
 from flatmin.optim.wrapper import Arguments, Group, OptimizerWrapper, evaluates_closure
+
+if TYPE_CHECKING:
+    from flatmin.optim.radius.step_record import StepRecord
 
 Result = TypeVar("Result")
 Closure = Callable[[], Any]
@@ -113,6 +116,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
     found_inf: Tensor
 
     starts_clean: ClassVar[bool]  # is there a pass at θ, before the perturbed ones?
+    matching: "StepRecord | None" = None  # what steps have measured for a MatchedRadius, if there is one
     same_on_ranks: ClassVar[tuple[str, ...]] = ("inner_iter", "ball", "norm", "sync_perturbation")
 
     def _make_step_state(self) -> None:

@@ -1,8 +1,10 @@
 """MatchedRadius: ε goes where the loss at θ + Δ meets the held-out loss, and stays there."""
 
 import copy
+import gc
 import json
 import pickle
+import weakref
 from typing import Any, Literal
 
 import pytest
@@ -258,8 +260,11 @@ def test_groups_with_balls_of_their_own_are_added_with_the_first_radius() -> Non
 
 def test_it_begins_above_0() -> None:
     base = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(ValueError, match="a matched radius must start above 0, got 0 in all groups"):
+    with pytest.raises(ValueError, match="must start above 0, got 0 in all groups; give one of them"):
         flatmin.MatchedRadius(flatmin.AMP(base, epsilon=0.0))
+    groups = [{"params": [nn.Parameter(torch.ones(1))], "epsilon": 0.0}]
+    with pytest.raises(ValueError, match="must start above 0, got 0 in all groups; give one of them"):
+        flatmin.AMP(torch.optim.SGD(groups, lr=0.1), epsilon="auto")
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda bowl: pickle.loads(pickle.dumps(bowl))])
@@ -274,16 +279,39 @@ def test_a_copy_counts_the_steps_of_its_own_optimizer(copied: Any) -> None:
 
 
 def test_a_scheduler_that_grows_or_is_anothers_is_refused() -> None:
-    bowl = Bowl(0.1)
-    grows = flatmin.RadiusScheduler(bowl.optimizer, 10, start=0.0, growth="linear")
+    optimizer = flatmin.AMP(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), epsilon=0.1)
+    grows = flatmin.RadiusScheduler(optimizer, 10, start=0.0, growth="linear")
     with pytest.raises(ValueError, match='grows by itself, got a scheduler with growth="linear"'):
-        flatmin.MatchedRadius(bowl.optimizer)
-    with pytest.raises(ValueError, match='grows by itself, got a scheduler with growth="linear"'):
-        bowl.radius.step(1.0)
+        flatmin.MatchedRadius(optimizer)
     assert grows.get_last_radius() == pytest.approx([0.01])
-    others = flatmin.RadiusScheduler(Bowl(0.1).optimizer, 10)
+    bowl, others = Bowl(0.1), flatmin.RadiusScheduler(Bowl(0.1).optimizer, 10)
     with pytest.raises(ValueError, match="belong to the same optimizer"):
         flatmin.MatchedRadius(bowl.optimizer, scheduler=others)
+    with pytest.raises(ValueError, match='an automatic radius grows by itself, got growth="cosine"'):
+        flatmin.RadiusScheduler(Bowl("auto").optimizer, 10, growth="cosine")
+    scheduler = flatmin.RadiusScheduler(bowl.optimizer, 10)
+    scheduler.load_state_dict({**scheduler.state_dict(), "growth": "linear"})
+    bowl.optimizer.add_param_group(new_group())  # refused when it is stepped, and not here
+    with pytest.raises(ValueError, match='grows by itself, got a scheduler with growth="linear"'):
+        bowl.radius.step(1.0)
+
+
+def test_after_a_schedule_is_over_the_groups_have_the_radius() -> None:
+    bowl = Bowl("auto")
+    scheduler = flatmin.RadiusScheduler(bowl.optimizer, 4)
+    scheduler.step(4)
+    before = copy.deepcopy(bowl.optimizer.state_dict())
+    for expected in (0.3, 0.9):
+        bowl.steps()
+        bowl.radius.step(1e6)
+        assert bowl.epsilon == pytest.approx(expected)
+    scheduler.step()
+    assert bowl.epsilon == pytest.approx(0.9)
+    bowl.optimizer.load_state_dict(before)
+    assert bowl.epsilon == 0.1
+    bowl.steps()
+    assert bowl.radius.step(1e6) == 3
+    assert bowl.epsilon == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("order", ["scheduler first", "radius first", "automatic", "a copy"])
@@ -334,11 +362,10 @@ def test_a_copy_of_the_optimizer_has_its_own_radius_with_what_has_been_seen(copi
     scheduler = flatmin.RadiusScheduler(bowl.optimizer, 10, start=0.2) if late else None
     if scheduler is not None:  # ε is 0 when it is copied
         before = copied(bowl.optimizer)
-        assert before.radius.first == [0.1]
+        assert before.radius.state_dict()["first"] == [0.1]
         scheduler.step(2)
     bowl.steps(2)
     other = copied(bowl.optimizer)
-    assert other.radius is not bowl.radius
     assert other.radius.optimizer is other
     assert other.radius.step(0.95) == bowl.radius.step(0.95) != 3
     assert other.param_groups[0]["epsilon"] == bowl.epsilon
@@ -381,16 +408,89 @@ def test_a_group_with_a_radius_of_its_own_keeps_its_share_of_an_automatic_one() 
 
 def test_without_auto_there_is_no_radius_to_step() -> None:
     optimizer = Bowl(0.1).optimizer
-    assert not optimizer.has_matched_radius
-    with pytest.raises(RuntimeError, match=r'write AMP\(base, epsilon="auto"\), or make a flatmin\.MatchedRadius'):
+    optimizer = flatmin.AMP(optimizer.base, epsilon=0.1)
+    assert not optimizer.has_automatic_radius
+    assert not hasattr(optimizer, "radius")
+    with pytest.raises(AttributeError, match=r'write AMP\(base, epsilon="auto"\), or make a flatmin\.MatchedRadius'):
         optimizer.radius.step(1.0)
+
+
+def test_all_radii_of_an_optimizer_are_one() -> None:
+    bowl = Bowl("auto")
+    bowl.steps()
+    pair = bowl, bowl.optimizer.radius
+    both = [copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))]
+    for one, radius in [(bowl, bowl.radius), *both, (bowl, flatmin.MatchedRadius(bowl.optimizer))]:
+        before = one.epsilon
+        one.steps()
+        assert radius.optimizer is one.optimizer
+        assert radius.step(1e6) == 3
+        assert one.optimizer.radius.step(1e6) == 1  # nothing was perturbed since
+        assert one.epsilon == pytest.approx(3 * before)
+        assert len(one.optimizer._optimizer_step_post_hooks) == 1
+
+
+def test_neither_the_optimizer_nor_its_radius_keeps_the_weights_alive() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        bowl = Bowl("auto")
+        bowl.steps()
+        bowl.radius.step(1e6)
+        weights = weakref.ref(bowl.theta)
+        del bowl
+        assert weights() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("where", ["meta", "empty group"])
+def test_a_copy_without_a_device(where: str) -> None:
+    params = [nn.Parameter(torch.ones(1, device="meta"))] if where == "meta" else []
+    optimizer = flatmin.AMP(torch.optim.SGD([{"params": params}], lr=0.1), epsilon="auto")
+    assert copy.deepcopy(optimizer).radius.radii == [0.1]
+
+
+@pytest.mark.parametrize("ball", ["global", "tensor"])
+def test_a_ball_that_only_the_long_gradients_reach_still_grows(ball: Any) -> None:
+    """One ball a tensor: those of short gradients do not reach the edge, but nearly all of Δ does."""
+    weights = [nn.Parameter(torch.full((2,), size, dtype=torch.float64)) for size in (1.0, 0.01, 0.01, 0.01)]
+    optimizer = flatmin.AMP(torch.optim.SGD(weights, lr=1e-12), epsilon="auto", ball=ball)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = torch.stack([w.square().sum() / 2 for w in weights]).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert optimizer.last.on_ball is not None
+    assert float(optimizer.last.on_ball) == (0.25 if ball == "tensor" else 1)
+    assert optimizer.radius.step(1e6) == 3
+
+
+def test_losses_are_two_numbers() -> None:
+    bowl = Bowl("auto")
+    bowl.steps()
+    with pytest.raises(ValueError, match="not enough values"):
+        bowl.radius.step(1.2, losses=(1.0,))  # type: ignore[arg-type]
+    assert bowl.radius.step(1e6) == 3  # nothing was lost
+
+
+def test_what_is_loaded_in_inference_mode_goes_on() -> None:
+    bowl, other = Bowl("auto"), Bowl("auto")
+    bowl.steps()
+    with torch.inference_mode():
+        other.radius.load_state_dict(bowl.radius.state_dict())
+    other.steps()
+    assert other.radius.step(1e6) == 3
 
 
 def test_auto_is_for_all_of_an_amp() -> None:
     weight = nn.Parameter(torch.ones(1))
-    with pytest.raises(ValueError, match=r"got 'auto'; only all of a flatmin\.AMP"):
+    with pytest.raises(ValueError, match=r"got 'auto'; .* that of a whole flatmin\.AMP"):
         flatmin.AMP(torch.optim.SGD([{"params": [weight], "epsilon": "auto"}], lr=0.1), epsilon=0.1)
-    with pytest.raises(ValueError, match=r"got 'auto'; only all of a flatmin\.AMP"):
+    with pytest.raises(ValueError, match=r"got 'auto'; .* that of a whole flatmin\.AMP"):
         flatmin.RMP(torch.optim.SGD([weight], lr=0.1), epsilon="auto")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"got 'automatic'$"):
         flatmin.AMP(torch.optim.SGD([weight], lr=0.1), epsilon="automatic")  # type: ignore[arg-type]

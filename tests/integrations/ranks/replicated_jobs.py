@@ -56,7 +56,7 @@ def train(rank: int, method: str, *, spoil: bool = False) -> dict[str, Any]:
 def train_matched(rank: int) -> dict[str, Any]:
     """A radius that is matched with a held-out loss: the same on all ranks, and as in one process."""
     whole, case = twelve(), own_part(twelve(), rank)
-    single = AMP(SGD(whole.model.parameters(), lr=0.1, momentum=0.9), epsilon=0.1)
+    single = AMP(SGD(whole.model.parameters(), lr=0.1, momentum=0.9), epsilon=0.1, model=whole.model)
     case.model = DistributedDataParallel(case.model)
     optimizer = AMP(SGD(case.model.parameters(), lr=0.1, momentum=0.9), epsilon=0.1, model=case.model)
     radii = MatchedRadius(single), MatchedRadius(optimizer)
@@ -69,6 +69,20 @@ def train_matched(rank: int) -> dict[str, Any]:
     assert len(set(factors[0])) == 3
     alone, together = (torch.tensor(found).round(decimals=4) for found in factors)  # of losses in float32
     return {"weights": [*case.weights(), together], "expected": [*whole.weights(), alone]}
+
+
+def match_without_a_model(rank: int) -> dict[str, Any]:
+    """The losses of the other ranks are not known, and ε would differ."""
+    case = own_part(twelve(), rank)
+    case.model = model = DistributedDataParallel(case.model)
+    optimizer = AMP(SGD(model.parameters(), lr=0.1), epsilon="auto")
+    optimizer.step(case.closure(optimizer))
+    message = ""
+    try:
+        optimizer.radius.step(1.0)
+    except ValueError as error:
+        message = str(error)
+    return {"message": message, "weights": case.weights()}
 
 
 def match_after_join(rank: int) -> dict[str, Any]:
@@ -406,6 +420,7 @@ JOBS: dict[str, Any] = {
     **{f"spoilt-{method}": partial(train, method=method, spoil=True) for method in METHODS},
     **{f"as-one-{n}": partial(train_as_one, inner_iter=n) for n in (1, 2)},
     "as-one-matched": train_matched,
+    "matched-without-model": match_without_a_model,
     "matched-after-join": match_after_join,
     "join-without-data": join_without_data,
     "as-one-views": partial(train_as_one, inner_iter=1, gradient_as_bucket_view=True),

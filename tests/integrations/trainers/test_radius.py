@@ -397,7 +397,7 @@ def test_a_micro_batch_without_a_loss_is_left_out_of_the_losses() -> None:
 
 
 def test_a_training_without_a_validation_says_that_nothing_was_adjusted() -> None:
-    with pytest.warns(RuntimeWarning, match="has adjusted nothing, because no validation .* reported 'val_loss'"):
+    with pytest.warns(RuntimeWarning, match="adjusted nothing, because no evaluation .* reported 'val_loss'"):
         validated(Validated(), FlatMinima(epsilon="auto"), check_val_every_n_epoch=10)
 
 
@@ -409,7 +409,7 @@ def test_an_automatic_radius_that_the_module_configures_is_matched_if_its_loss_i
 
     fitted, expected = Configured("dropout"), Validated("dropout")
     if monitor == "another":
-        with pytest.warns(RuntimeWarning, match="has adjusted nothing, because no validation .* reported 'another'"):
+        with pytest.warns(RuntimeWarning, match="adjusted nothing, because no evaluation .* reported 'another'"):
             trainer = validated(fitted, FlatMinima(monitor="another"))
         assert trainer.optimizers[0].param_groups[0]["epsilon"] == 0.1
         return
@@ -417,6 +417,19 @@ def test_an_automatic_radius_that_the_module_configures_is_matched_if_its_loss_i
     other = validated(expected, FlatMinima(epsilon="auto"))
     assert trainer.optimizers[0].param_groups[0]["epsilon"] == other.optimizers[0].param_groups[0]["epsilon"] != 0.1
     assert same(fitted.weights(), expected.weights())
+
+
+def test_a_module_that_adjusts_its_automatic_radius_itself_is_not_warned() -> None:
+    class Adjusts(Validated):
+        def configure_optimizers(self) -> Any:
+            self.amp = flatmin.AMP(super().configure_optimizers(), epsilon="auto", model=self)
+            return self.amp
+
+        def on_validation_epoch_end(self) -> None:
+            self.amp.radius.step(3.0)
+
+    trainer = validated(Adjusts("dropout"), FlatMinima(monitor="another"))
+    assert trainer.optimizers[0].param_groups[0]["epsilon"] > 0.1
 
 
 def test_the_steps_of_a_search_are_not_matched() -> None:
@@ -430,7 +443,7 @@ def test_the_steps_of_a_search_are_not_matched() -> None:
             return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
 
         def on_train_start(self) -> None:
-            sums = callback._matched[0]._sums
+            sums = callback._matched[0].state_dict()["sums"]
             seen.append(0 if sums is None else int(sums[3]))
 
     callback = FlatMinima(epsilon="auto")
@@ -452,7 +465,9 @@ def test_what_an_automatic_radius_of_the_callback_needs() -> None:
         validated(Validated(), FlatMinima(epsilon="auto", monitor="loss/val"))
     by_hand = Validated()
     by_hand.automatic_optimization = False
-    with pytest.raises(ValueError, match=r"this module optimises manually; give epsilon a number"):
+    with pytest.raises(
+        ValueError, match=r"this module optimises manually; return flatmin.AMP\(optimizer, epsilon=\"auto\"\)"
+    ):
         validated(by_hand, FlatMinima(epsilon="auto"))
 
 
@@ -522,7 +537,11 @@ def test_an_automatic_radius_in_optimizers_is_matched_if_its_loss_is_reported(tm
         monitor="eval_loss" if reported else "another",
         callbacks=[Seeds()],
     )
-    trainer.train()
+    if reported:
+        trainer.train()
+    else:
+        with pytest.warns(RuntimeWarning, match="adjusted nothing, because no evaluation .* reported 'another'"):
+            trainer.train()
     found, matched = (one.optimizer.param_groups[0]["epsilon"] for one in (trainer, expected))
     assert found == (matched if reported else 0.1) != (0.1 if reported else matched)
 
@@ -588,6 +607,10 @@ def test_what_an_automatic_radius_of_amptrainer_needs(tmp_path: Path) -> None:
         matching_trainer(tmp_path, monitor="eval_nll").train()
     with pytest.raises(ValueError, match=r'epsilon="auto" works only with flatmin.AMP, got RMP'):
         matching_trainer(tmp_path, method=flatmin.RMP)
+    model = small_gpt()
+    own = flatmin.AMP(torch.optim.SGD(model.parameters(), lr=0.1), epsilon="auto", model=model)
+    with pytest.raises(ValueError, match=r'"auto" grows by itself, got growth="linear"; leave it out'):
+        AMPTrainer(model, arguments(tmp_path), optimizers=(own, None), growth="linear")
 
 
 def late_trainer(folder: Path, **settings: Any) -> AMPTrainer:
@@ -722,3 +745,26 @@ def test_a_scheduler_moves_the_radius_once_a_window(prepared: bool) -> None:
         seen.append(len(passes))
         passes.clear()
     assert seen == [1, 1, 1, 1, 1, 3, 1, 3]
+
+
+@pytest.mark.parametrize("over", ["the AMP", "the prepared one"])
+def test_a_matched_radius_is_what_a_scheduler_over_a_prepared_optimizer_applies(over: str) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = torch.nn.Linear(3, 2)
+    amp = flatmin.AMP(torch.optim.SGD(model.parameters(), lr=0.1), epsilon="auto", model=model)
+    model, optimizer = accelerator.prepare(model, amp)
+    scheduler = flatmin.RadiusScheduler(amp if over == "the AMP" else optimizer, 10, start=0.0)
+    for expected in (0.3, 0.9):
+        for x in torch.randn(2, 5, 3):
+
+            def closure(x: torch.Tensor = x) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss: torch.Tensor = model(x).square().mean()
+                accelerator.backward(loss)
+                return loss
+
+            optimizer.step(closure)
+            scheduler.step()
+        assert optimizer.optimizer.radius.step(1e6) == 3
+        scheduler.step()
+        assert amp.param_groups[0]["epsilon"] == pytest.approx(expected)

@@ -553,9 +553,9 @@ def test_a_late_start_is_matched_for_as_large_a_share_of_what_is_left() -> None:
 def test_a_matched_radius_is_resumed_by_the_rule_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tiny_recipe(method="amp", settings={"epsilon": "auto"}, epochs=6)
     run(recipe, tmp_path / "run", stop=after(3))
-    assert lasting(tmp_path / "run")["state"]["matched"]["rule"] == {"version": 2, "held_out_images": 4, "epochs": 4}
+    assert lasting(tmp_path / "run")["state"]["matched"]["rule"] == {"version": 3, "held_out_images": 4, "epochs": 4}
     metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    for name, value, apart in (("AUTO_RULE", 3, "version is 2 there and 3 here"), ("AUTO_RELEASE", 1.0, "epochs is 4")):
+    for name, value, apart in (("AUTO_RULE", 4, "version is 3 there and 4 here"), ("AUTO_RELEASE", 1.0, "epochs is 4")):
         with monkeypatch.context() as patched:
             patched.setattr(methods, name, value)
             with pytest.raises(ValueError, match=f"by a different rule: {apart}.*choose another with --out"):
@@ -565,7 +565,7 @@ def test_a_matched_radius_is_resumed_by_the_rule_it_began_with(tmp_path: Path, m
     saved = checkpoint.read(newest)
     first = {key: value for key, value in saved.state["matched"].items() if key != "rule"}
     checkpoint.write(newest, checkpoint.Checkpoint(saved.tensors, {**saved.state, "matched": first}))
-    with pytest.raises(ValueError, match=r"by a different rule: version is 1 there and 2 here\."):
+    with pytest.raises(ValueError, match=r"by a different rule: version is 1 there and 3 here\."):
         run(recipe, tmp_path / "run", resume=True)
 
 
@@ -573,4 +573,4 @@ def test_another_way_of_matching_is_another_rule() -> None:
     """If one of these numbers must change, AUTO_RULE must too."""
     factors = (matched.MAX_FACTOR, matched.MIN_FACTOR, matched.MIN_SHARE, matched.MIN_AT_EDGE)
     first, release = methods.AUTO_FIRST_RADIUS, methods.AUTO_RELEASE
-    assert (methods.AUTO_RULE, *factors, first, release) == (2, 3.0, 2 / 3, 0.01, 0.5, 0.1, 0.6)
+    assert (methods.AUTO_RULE, *factors, first, release) == (3, 3.0, 2 / 3, 0.01, 0.5, 0.1, 0.6)

@@ -20,7 +20,7 @@ Held-out data need not be lost to training: the radius found in the first 60 % w
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,14 +28,22 @@ from torch import Tensor
 from flatmin.core import distributed
 from flatmin.core.messages import describe
 from flatmin.optim.perturbed import PerturbedOptimizer
-from flatmin.optim.radius.schedule import RadiusScheduler, radii_of, radius_of_new, scale_radii, with_new_radii
+from flatmin.optim.radius.schedule import (
+    RadiusScheduler,
+    radii_of,
+    radius_of_new,
+    scale_radii,
+    scheduler_of,
+    with_new_radii,
+)
+from flatmin.optim.radius.step_record import StepRecord, sum_dtype
 from flatmin.optim.wrapper import Group
 
 AUTO, FIRST_RADIUS = "auto", 0.1  # epsilon="auto", and where it starts
 RELEASE = 0.6  # the share of the perturbed part of a run in which ε is adjusted, if held-out data are to be trained on
 MAX_FACTOR, MIN_FACTOR = 3.0, 2 / 3  # of one call
 MIN_SHARE = 0.01  # of the first radius: ε never falls below that, because it could not grow from 0
-MIN_AT_EDGE = 0.5  # share of steps at the edge of the ball below which a larger ε would change little
+MIN_AT_EDGE = 0.5  # share of steps with a ball whose edge Δ reaches, below which a larger ε would change little
 
 
 class HasRadii(Protocol):
@@ -59,8 +67,8 @@ class MatchedRadius:
     in eval mode. On several ranks, all call it with the same held-out loss; save its state right after a call, or on
     every rank.
 
-    If a `RadiusScheduler` sets the ε of the same optimizer, it applies its shares to the radius found here. Its growth
-    must be "constant": this radius grows by itself.
+    If a `RadiusScheduler` sets the ε of the same optimizer (of several, the last that was made), it applies its shares
+    to the radius found here. Its growth must be "constant": this radius grows by itself.
 
     scheduler   what applies the shares, if it is not a `RadiusScheduler`
     """
@@ -74,79 +82,35 @@ class MatchedRadius:
         self.optimizer, self.scheduler = optimizer.behind_proxy(), scheduler
         if isinstance(scheduler, RadiusScheduler):
             _check_owner(scheduler, self.optimizer)
-        self.first = list(self.radii)
-        if not any(self.first):
-            raise ValueError(
-                "a matched radius must start above 0, got 0 in all groups; write epsilon=0.1, and create the "
-                "MatchedRadius before loading a checkpoint whose schedule has not started yet"
-            )
-        self._sums: Tensor | None = None  # of both losses, the share at the edge, and ones, on the device
-        self._lacks_losses = False  # was there a step whose losses the optimizer has not seen?
-        self._one: Tensor | None = None  # a 1 on the device
-        self._watch()
+        ongoing = self._ongoing()
+        if isinstance(ongoing, RadiusScheduler):
+            _check_growth(ongoing)
+        if self.optimizer.matching is None:
+            _record(self.optimizer, self.radii, automatic=False)
 
-    @classmethod
-    def with_state(cls, optimizer: PerturbedOptimizer, state_dict: dict[str, Any]) -> "MatchedRadius":
-        """That of a copy of its optimizer, whose ε may be 0 at the moment."""
-        radius = cls.__new__(cls)
-        radius.optimizer, radius.scheduler, radius._one = optimizer, None, None
-        radius.load_state_dict(state_dict)
-        radius._watch()
-        return radius
-
-    def _watch(self) -> None:
-        self._handle = self.optimizer.register_step_post_hook(self._add)
-        self.optimizer.watch_groups(self._group_added)
-
-    def _applies_shares(self) -> HasRadii | None:
-        """The scheduler that sets ε, if there is one; of several, the last that was made."""
+    def _ongoing(self) -> HasRadii | None:
+        """What sets ε in each step, if something does."""
         if self.scheduler is not None:
-            found: HasRadii = self.scheduler
-        else:
-            watching = [one for one in self.optimizer.group_watchers() if isinstance(one, RadiusScheduler)]
-            if not watching:
-                return None
-            found = watching[-1]
-        if isinstance(found, RadiusScheduler) and found.schedule.growth != "constant":
-            raise ValueError(
-                f'a matched radius grows by itself, got a scheduler with growth="{found.schedule.growth}"; use '
-                '"constant" there'
-            )
-        return found
-
-    def _group_added(self, group: Group, has_radius: bool) -> None:
-        if not has_radius and self._applies_shares() is None:
-            group["epsilon"] = radius_of_new(self.optimizer, radii_of(self.optimizer)[:-1])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_handle"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy has a copy of the optimizer, which has no hooks."""
-        vars(self).update(state)
-        self._watch()
+            return self.scheduler
+        scheduler = scheduler_of(self.optimizer)
+        return None if scheduler is None or scheduler.is_over else scheduler
 
     @property
     def radii(self) -> list[float]:
         """The ε of each group, or what its schedule grows to."""
-        scheduler = self._applies_shares()
-        return radii_of(self.optimizer) if scheduler is None else with_new_radii(self.optimizer, scheduler.radii)
+        ongoing = self._ongoing()
+        return radii_of(self.optimizer) if ongoing is None else with_new_radii(self.optimizer, ongoing.radii)
 
-    @torch.no_grad()
-    def _add(self, *_: object) -> None:
-        last = self.optimizer.last
-        if last.on_ball is None or last.skipped is None:  # nothing was perturbed
-            return
-        home = last.on_ball.device
-        if self._sums is None:
-            self._sums = torch.zeros(4, dtype=_sum_dtype(home), device=home)
-        if self._one is None or self._one.device != home:
-            self._one = torch.ones((), device=home)
-        losses = [loss.reshape(()).to(home) for loss in (last.loss, last.loss_perturbed) if _is_number(loss)]
-        if len(losses) < 2:
-            self._lacks_losses, losses = True, [0 * self._one] * 2
-        row = torch.stack([*losses, last.on_ball, self._one])  # with the next line three kernels a step
-        self._sums += torch.where(last.skipped, 0.0, row)
+    @property
+    def calls(self) -> int:
+        """How often `step` was called."""
+        return self._known.calls
+
+    @property
+    def _known(self) -> StepRecord:
+        record = self.optimizer.matching
+        assert record is not None
+        return record
 
     def step(
         self, held_out_loss: float | Tensor, *, losses: tuple[float | Tensor, float | Tensor] | None = None
@@ -157,47 +121,98 @@ class MatchedRadius:
         its loss measures them, and so does `optimizer.step(losses=(loss, loss_perturbed))` after `perturbed()` blocks;
         else, and for steps with `ascent=`, give them here.
         """
-        scheduler, groups = self._applies_shares(), self.optimizer.process_groups
-        if self._sums is None and not groups:
+        record, groups = self._known, self.optimizer.process_groups
+        if isinstance(ongoing := self._ongoing(), RadiusScheduler):
+            _check_growth(ongoing)
+        if self.optimizer.model is None and not groups and distributed.has_several_ranks():
+            raise ValueError(
+                "on several ranks ε is adjusted alike only if the optimizer knows the model; write AMP(base, ..., "
+                "model=ddp_model), or model=model if each rank trains a model of its own"
+            )
+        record.calls += 1
+        if record.sums is None and not groups:
             return 1.0
-        if self._lacks_losses and losses is None:
+        if record.lacks_losses and losses is None:
             raise ValueError(
                 "the optimizer has not seen all losses at θ and at θ + Δ: after perturbed() blocks, write "
                 "optimizer.step(losses=(loss, loss_perturbed)); with ascent=, or if the closure returns no tensor, "
                 "give their means since the last call: step(held_out_loss, losses=(loss, loss_perturbed))"
             )
-        if self._sums is None:  # other ranks may have had steps, as under join(): they wait for this one
-            home = self.optimizer.devices()[0]
-            self._sums = torch.zeros(4, dtype=_sum_dtype(home), device=home)
+        given = [_number(held_out_loss)]
         if losses is not None:
-            self._sums[:2] = self._sums[3] * self._sums.new_tensor([_number(loss) for loss in losses])
-        held_out = self._sums.new_tensor([_number(held_out_loss)])
-        numbers = distributed.mean_of_ranks(torch.cat([self._sums, held_out]), groups)
-        *sums, count, new = numbers.tolist()
-        self._sums, self._lacks_losses = None, False
+            loss, loss_perturbed = losses
+            given += [_number(loss), _number(loss_perturbed)]
+        sums = record.take()
+        if sums is None:  # other ranks may have had steps, as under join(): they wait for this one
+            home = self.optimizer.devices()[0]
+            sums = torch.zeros(4, dtype=sum_dtype(home), device=home)
+        if losses is not None:
+            sums[:2] = sums[3] * sums.new_tensor(given[1:])
+        numbers = distributed.mean_of_ranks(torch.cat([sums, sums.new_tensor(given[:1])]), groups)
+        *totals, count, new = numbers.tolist()
         if not count:
             return 1.0
-        loss, perturbed, at_edge = (total / count for total in sums)
-        factor = _factor(loss, perturbed, at_edge, new)
-        added = self.radii[len(self.first) :]
-        self.first += [max(self.first) if radius and self.optimizer.ball == "global" else radius for radius in added]
-        radii = [max(factor * now, MIN_SHARE * first) for now, first in zip(self.radii, self.first, strict=True)]
+        mean_loss, mean_perturbed, at_edge = (total / count for total in totals)
+        factor = _factor(mean_loss, mean_perturbed, at_edge, new)
+        self._scale(factor)
+        return factor
+
+    def _scale(self, factor: float) -> None:
+        record, radii = self._known, self.radii
+        added = radii[len(record.first) :]
+        shares = self.optimizer.ball == "global"
+        record.first += [max(record.first) if radius and shares else radius for radius in added]
+        radii = [max(factor * now, MIN_SHARE * first) for now, first in zip(radii, record.first, strict=True)]
+        scheduler = self.scheduler if self.scheduler is not None else scheduler_of(self.optimizer)
         if scheduler is None:
             scale_radii(self.optimizer, radii, 1.0)
-        else:
+        else:  # also one whose training is over, which may be stepped again
             scheduler.set_radii(radii)
-        return factor
 
     def state_dict(self) -> dict[str, Any]:
         """ε itself is in the optimizer's groups, or in the scheduler."""
-        sums = None if self._sums is None else self._sums.tolist()
-        return {"first": list(self.first), "sums": sums, "lacks_losses": self._lacks_losses}
+        record = self._known
+        sums = None if record.sums is None else record.sums.tolist()
+        return {"first": list(record.first), "sums": sums, "lacks_losses": record.lacks_losses}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.first, sums = list(state_dict["first"]), state_dict["sums"]
-        self._lacks_losses = state_dict["lacks_losses"]
-        home = self.optimizer.devices()[0]
-        self._sums = None if sums is None else torch.tensor(sums, dtype=_sum_dtype(home), device=home)
+        record, sums = self._known, state_dict["sums"]
+        record.first, record.lacks_losses = list(state_dict["first"]), state_dict["lacks_losses"]
+        record.sums = None
+        if sums is not None:
+            home = self.optimizer.devices()[0]
+            record.sums = torch.tensor(sums, dtype=sum_dtype(home), device=home)
+
+
+def automatic_radius(optimizer: PerturbedOptimizer) -> None:
+    """Let the steps of an AMP with epsilon="auto" measure what its `radius` needs."""
+    _record(optimizer, radii_of(optimizer), automatic=True)
+
+
+def _record(optimizer: PerturbedOptimizer, first: Sequence[float], *, automatic: bool) -> None:
+    if not any(first):
+        raise ValueError(
+            "a radius that is adjusted must start above 0, got 0 in all groups; give one of them an epsilon above 0 "
+            "(with a schedule that has not started yet: before loading its checkpoint)"
+        )
+    optimizer.matching = StepRecord(first, automatic=automatic)
+    record_steps(optimizer)
+
+
+def record_steps(optimizer: PerturbedOptimizer) -> None:
+    """For a new record, and for that of a copy. The hook holds no optimizer, so none is kept alive."""
+    optimizer.register_step_post_hook(_add_last)
+
+
+def _add_last(optimizer: Any, *_: object) -> None:
+    optimizer.matching.add(optimizer.last)
+
+
+def set_radius_of_new(optimizer: PerturbedOptimizer, group: Group) -> None:
+    """A group was added without a radius: it has the one that has been found, not the first."""
+    scheduler = scheduler_of(optimizer)
+    if scheduler is None or scheduler.is_over:
+        group["epsilon"] = radius_of_new(optimizer, radii_of(optimizer)[:-1])
 
 
 def matched_until(start: float, release: float = RELEASE) -> float:
@@ -209,18 +224,17 @@ def matched_until(start: float, release: float = RELEASE) -> float:
     return start + (1 - start) * release
 
 
-def _sum_dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-
-
 def _check_owner(scheduler: RadiusScheduler, optimizer: PerturbedOptimizer) -> None:
-    theirs: Any = scheduler.optimizer
-    if isinstance(theirs, PerturbedOptimizer) and theirs.behind_proxy() is not optimizer:
+    if scheduler.wrapper is not None and scheduler.wrapper is not optimizer:
         raise ValueError("scheduler must belong to the same optimizer, got one of another")
 
 
-def _is_number(loss: Tensor | None) -> TypeGuard[Tensor]:
-    return loss is not None and loss.numel() == 1
+def _check_growth(scheduler: RadiusScheduler) -> None:
+    if scheduler.schedule.growth != "constant":
+        raise ValueError(
+            f'a matched radius grows by itself, got a scheduler with growth="{scheduler.schedule.growth}"; use '
+            '"constant" there'
+        )
 
 
 def _number(loss: float | Tensor) -> float:

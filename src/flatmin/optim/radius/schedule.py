@@ -74,6 +74,11 @@ class RadiusSchedule:
         return _SHARES[self.growth]((step - begin + 1) / (total_steps - begin))
 
 
+def scheduler_of(optimizer: OptimizerWrapper) -> "RadiusScheduler | None":
+    """The RadiusScheduler of an optimizer, the last that was made and is still in use."""
+    return next((one for one in reversed(optimizer.group_watchers()) if isinstance(one, RadiusScheduler)), None)
+
+
 def radii_of(optimizer: Optimizer) -> list[float]:
     """The ε of each group. It must not be a tensor: whether it is 0 would be known only on its device."""
     radii = [group["epsilon"] for group in optimizer.param_groups]
@@ -169,6 +174,11 @@ class RadiusScheduler(LRScheduler):
         self.optimizer, self.total_steps = optimizer, whole_number("total_steps", total_steps, least=1)
         self.schedule = RadiusSchedule(start=start, growth=growth, every=every)
         self.radii = radii_of(optimizer)
+        if growth != "constant" and getattr(self.wrapper, "matching", None) is not None:
+            raise ValueError(
+                f'an automatic radius grows by itself, got growth="{growth}"; use "constant", or give the optimizer a '
+                "number as epsilon"
+            )
         if not any(self.radii) and getattr(optimizer, "defaults", {}).get("epsilon"):
             raise ValueError(
                 "a RadiusScheduler takes its radius from the optimizer, got 0 in all groups; create it before loading "
@@ -178,6 +188,19 @@ class RadiusScheduler(LRScheduler):
         self._counts = _Counts()
         self._watch_groups()
         self._set()
+
+    @property
+    def wrapper(self) -> OptimizerWrapper | None:
+        """The flatmin.AMP or flatmin.RMP itself, or the one that was prepared by Accelerate."""
+        inner: Any = self.optimizer
+        while inner is not None and not isinstance(inner, OptimizerWrapper):
+            inner = getattr(inner, "optimizer", None)
+        return None if inner is None else inner.behind_proxy()
+
+    @property
+    def is_over(self) -> bool:
+        """Has the training ended that it was made for? Then ε is all of its radius."""
+        return self.last_epoch >= self.total_steps
 
     @property
     def last_epoch(self) -> int:
@@ -203,13 +226,12 @@ class RadiusScheduler(LRScheduler):
 
     def _watch_groups(self) -> None:
         """A copy of an optimizer that holds its scheduler is not ready yet: then from the next step on."""
-        optimizer, self._watches = self.optimizer, True
-        if isinstance(optimizer, OptimizerWrapper):
-            self._watches = False
-            with suppress(AttributeError):
-                optimizer.watch_groups(self._group_added)
-                self._count_steps(optimizer.behind_proxy())
-                self._watches = True
+        self._watches = False
+        with suppress(AttributeError):
+            if (wrapper := self.wrapper) is not None:
+                wrapper.watch_groups(self._group_added)
+                self._count_steps(wrapper)
+            self._watches = True
 
     def _group_added(self, group: Group, has_radius: bool) -> None:
         if not has_radius:
@@ -243,8 +265,8 @@ class RadiusScheduler(LRScheduler):
             self._watch_groups()
         self._step_count = self.last_epoch + 1  # torch's, which Accelerate compares with total_steps
         self.radii = with_new_radii(self.optimizer, self.radii)
-        if isinstance(self.optimizer, OptimizerWrapper):
-            self.optimizer.behind_proxy().scheduled_radii = list(self.radii)
+        if (wrapper := self.wrapper) is not None:
+            wrapper.scheduled_radii = list(self.radii)
         scale_radii(self.optimizer, self.radii, self.schedule.share(self.last_epoch, self.total_steps))
 
     def set_radii(self, radii: Sequence[float]) -> None:
