@@ -75,6 +75,11 @@ def reader(*, dropout: float = 0.1) -> dict[str, Any]:
     if dist.is_initialized():
         names |= {"DistributedDataParallel": DistributedDataParallel, "ddp_model": DistributedDataParallel(model)}
     names |= {"x_held_out": batches[1][0], "y_held_out": batches[1][1]}
+    names |= {
+        "base": SGD(model.parameters(), lr=0.1),
+        "epochs": 4,
+        "validation_loss": lambda: loss_fn(model(x), y).detach(),
+    }
     return {**names, "x": x, "y": y, "device": device, "closure": closure}
 
 
