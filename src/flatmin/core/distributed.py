@@ -138,6 +138,15 @@ def any_rank(flag: Tensor, groups: Sequence[Any]) -> Tensor:
     return flag
 
 
+def groups_with_equal(numbers: Tensor) -> list[Any]:
+    """The group of all ranks, if all have these numbers; every rank must call this."""
+    if not has_several_ranks():
+        return []
+    theirs = [torch.empty_like(numbers) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(theirs, numbers)
+    return [torch.distributed.group.WORLD] if all(torch.equal(one, numbers) for one in theirs) else []
+
+
 def mean_of_ranks(numbers: Tensor, groups: Sequence[Any]) -> Tensor:
     """The means of these numbers over all ranks that share the model."""
     for group in groups:

@@ -173,10 +173,11 @@ class AMPTrainer(Trainer):
                 'epsilon="auto" is matched with the loss of evaluations during the training, but there are none; '
                 'write TrainingArguments(eval_strategy="epoch") and an eval_dataset, or give epsilon a number'
             )
-        before = self._matched.calls if self._matched is not None else 0
+        record, calls = self._adjustments()
         try:
             result = super().train(*args, **kwargs)
-            if self._matched is not None and self._matched.calls == before:
+            present, now = self._adjustments()
+            if present is not None and now == (calls if present is record else 0):
                 way_out = 'write TrainingArguments(eval_strategy="epoch"), and name the loss: monitor="…"'
                 warnings.warn(unadjusted(self._monitor, way_out), RuntimeWarning, stacklevel=2)
             return result
@@ -186,6 +187,11 @@ class AMPTrainer(Trainer):
             if self._step_log is not None:
                 self._step_log.close()
                 self._step_log = None
+
+    def _adjustments(self) -> tuple[object, int]:
+        """The record of the present optimizer (one with `model_init` is another in each training), and its calls."""
+        matched = self._matched
+        return (None, 0) if matched is None else (matched.optimizer.matching, matched.calls)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The Trainer's own evaluations during a training, of all data sets; those of callbacks do not come here."""

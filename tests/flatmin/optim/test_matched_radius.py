@@ -287,7 +287,7 @@ def test_a_scheduler_that_grows_or_is_anothers_is_refused() -> None:
     bowl, others = Bowl(0.1), flatmin.RadiusScheduler(Bowl(0.1).optimizer, 10)
     with pytest.raises(ValueError, match="belong to the same optimizer"):
         flatmin.MatchedRadius(bowl.optimizer, scheduler=others)
-    with pytest.raises(ValueError, match='an automatic radius grows by itself, got growth="cosine"'):
+    with pytest.raises(ValueError, match='adjusted to held-out data grows by itself, got growth="cosine"'):
         flatmin.RadiusScheduler(Bowl("auto").optimizer, 10, growth="cosine")
     scheduler = flatmin.RadiusScheduler(bowl.optimizer, 10)
     scheduler.load_state_dict({**scheduler.state_dict(), "growth": "linear"})
@@ -467,6 +467,30 @@ def test_a_ball_that_only_the_long_gradients_reach_still_grows(ball: Any) -> Non
     assert optimizer.last.on_ball is not None
     assert float(optimizer.last.on_ball) == (0.25 if ball == "tensor" else 1)
     assert optimizer.radius.step(1e6) == 3
+
+
+@pytest.mark.parametrize("gone", ["before the start", "between perturbed steps"])
+def test_the_radius_of_a_scheduler_that_is_gone_is_not_lost(gone: str) -> None:
+    bowl = Bowl("auto")
+    scheduler = flatmin.RadiusScheduler(bowl.optimizer, 10, start=0.5 if gone == "before the start" else 0.0, every=2)
+    bowl.steps(1)
+    scheduler.step()
+    assert bowl.epsilon == 0
+    del scheduler
+    gc.collect()
+    assert bowl.radius.radii == [0.1]
+    seen = bowl.radius.step(1e6)
+    assert (seen, bowl.epsilon) == ((1, 0) if gone == "before the start" else (3, pytest.approx(0.3)))
+
+
+@pytest.mark.parametrize("epsilon", ["auto", 0.1])
+def test_a_group_that_is_added_after_a_schedule_has_what_the_others_have(epsilon: Any) -> None:
+    bowl = Bowl(epsilon)
+    scheduler = flatmin.RadiusScheduler(bowl.optimizer, 2)
+    scheduler.step(2)
+    bowl.optimizer.param_groups[0]["epsilon"] = 0.7
+    bowl.optimizer.add_param_group(new_group())
+    assert [group["epsilon"] for group in bowl.optimizer.param_groups] == [0.7, 0.7]
 
 
 def test_losses_are_two_numbers() -> None:

@@ -71,18 +71,21 @@ def train_matched(rank: int) -> dict[str, Any]:
     return {"weights": [*case.weights(), together], "expected": [*whole.weights(), alone]}
 
 
-def match_without_a_model(rank: int) -> dict[str, Any]:
-    """The losses of the other ranks are not known, and ε would differ."""
+def match_unseen(rank: int, given: str) -> dict[str, Any]:
+    """Gradients are averaged where the optimizer does not see it, as in loops with Fabric; or each rank has its own."""
     case = own_part(twelve(), rank)
-    case.model = model = DistributedDataParallel(case.model)
-    optimizer = AMP(SGD(model.parameters(), lr=0.1), epsilon="auto")
-    optimizer.step(case.closure(optimizer))
-    message = ""
-    try:
-        optimizer.radius.step(1.0)
-    except ValueError as error:
-        message = str(error)
-    return {"message": message, "weights": case.weights()}
+    plain = case.model
+    if given == "other weights":
+        with torch.no_grad():
+            next(plain.parameters()).add_(rank)
+    else:
+        case.model = DistributedDataParallel(plain)
+    optimizer = AMP(SGD(plain.parameters(), lr=0.1), epsilon="auto", model=None if given == "none" else plain)
+    for _ in range(3):
+        optimizer.step(case.closure(optimizer))
+        optimizer.radius.step(1.5 + rank)
+    radius = torch.tensor(optimizer.param_groups[0]["epsilon"], dtype=torch.float64)
+    return {"weights": [radius] if given != "other weights" else [torch.ones(1)], "radius": float(radius)}
 
 
 def match_after_join(rank: int) -> dict[str, Any]:
@@ -420,7 +423,7 @@ JOBS: dict[str, Any] = {
     **{f"spoilt-{method}": partial(train, method=method, spoil=True) for method in METHODS},
     **{f"as-one-{n}": partial(train_as_one, inner_iter=n) for n in (1, 2)},
     "as-one-matched": train_matched,
-    "matched-without-model": match_without_a_model,
+    **{f"matched-unseen-{given}": partial(match_unseen, given=given) for given in ("none", "plain", "other weights")},
     "matched-after-join": match_after_join,
     "join-without-data": join_without_data,
     "as-one-views": partial(train_as_one, inner_iter=1, gradient_as_bucket_view=True),

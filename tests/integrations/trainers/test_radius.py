@@ -547,6 +547,25 @@ def test_an_automatic_radius_in_optimizers_is_matched_if_its_loss_is_reported(tm
 
 
 @pytest.mark.usefixtures("fresh_accelerator")
+def test_a_second_training_with_another_model_adjusts_that_ones_radius(tmp_path: Path) -> None:
+    def make() -> torch.nn.Module:
+        return small_gpt()
+
+    trainer = AMPTrainer(
+        model_init=make,
+        args=arguments(tmp_path, eval_strategy="epoch", num_train_epochs=2),
+        train_dataset=sentences(on_transformers.ROWS),
+        eval_dataset=sentences(20)[on_transformers.ROWS :],
+        epsilon="auto",
+    )
+    seen = []
+    for _ in range(2):  # a warning would be an error
+        trainer.train()
+        seen.append(trainer.optimizer.param_groups[0]["epsilon"])
+    assert 0.1 not in seen
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
 def test_one_of_several_data_sets_is_matched_and_what_callbacks_evaluate_is_not(tmp_path: Path) -> None:
     class Evaluates(on_transformers.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_epoch_end(self, *_: Any, **__: Any) -> None:

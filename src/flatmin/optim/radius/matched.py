@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from flatmin.ball import norms
 from flatmin.core import distributed
 from flatmin.core.messages import describe
 from flatmin.optim.perturbed import PerturbedOptimizer
@@ -64,8 +65,8 @@ class MatchedRadius:
 
     Call `step` with the mean loss on data that are not trained on, once per epoch or more often. A few hundred examples
     are enough. They must be like the training data (with as many wrong labels, if there are any), and the model must be
-    in eval mode. On several ranks, all call it with the same held-out loss; save its state right after a call, or on
-    every rank.
+    in eval mode. On several ranks that train one model, all call it, and the losses are averaged; save its state right
+    after a call, or on every rank.
 
     If a `RadiusScheduler` sets the ε of the same optimizer (of several, the last that was made), it applies its shares
     to the radius found here. Its growth must be "constant": this radius grows by itself.
@@ -98,8 +99,11 @@ class MatchedRadius:
     @property
     def radii(self) -> list[float]:
         """The ε of each group, or what its schedule grows to."""
-        ongoing = self._ongoing()
-        return radii_of(self.optimizer) if ongoing is None else with_new_radii(self.optimizer, ongoing.radii)
+        if (ongoing := self._ongoing()) is not None:
+            return with_new_radii(self.optimizer, ongoing.radii)
+        found = radii_of(self.optimizer)
+        # all 0 if a scheduler is gone that was between two perturbed steps, or before the first one
+        return found if any(found) else with_new_radii(self.optimizer, self.optimizer.scheduled_radii)
 
     @property
     def calls(self) -> int:
@@ -121,14 +125,9 @@ class MatchedRadius:
         its loss measures them, and so does `optimizer.step(losses=(loss, loss_perturbed))` after `perturbed()` blocks;
         else, and for steps with `ascent=`, give them here.
         """
-        record, groups = self._known, self.optimizer.process_groups
         if isinstance(ongoing := self._ongoing(), RadiusScheduler):
             _check_growth(ongoing)
-        if self.optimizer.model is None and not groups and distributed.has_several_ranks():
-            raise ValueError(
-                "on several ranks ε is adjusted alike only if the optimizer knows the model; write AMP(base, ..., "
-                "model=ddp_model), or model=model if each rank trains a model of its own"
-            )
+        record, groups = self._known, self.optimizer.process_groups or self._ranks_of_the_weights()
         record.calls += 1
         if record.sums is None and not groups:
             return 1.0
@@ -147,7 +146,7 @@ class MatchedRadius:
             home = self.optimizer.devices()[0]
             sums = torch.zeros(4, dtype=sum_dtype(home), device=home)
         if losses is not None:
-            sums[:2] = sums[3] * sums.new_tensor(given[1:])
+            sums = torch.cat([sums[3] * sums.new_tensor(given[1:]), sums[2:]])
         numbers = distributed.mean_of_ranks(torch.cat([sums, sums.new_tensor(given[:1])]), groups)
         *totals, count, new = numbers.tolist()
         if not count:
@@ -156,6 +155,13 @@ class MatchedRadius:
         factor = _factor(mean_loss, mean_perturbed, at_edge, new)
         self._scale(factor)
         return factor
+
+    def _ranks_of_the_weights(self) -> list[Any]:
+        """The ranks whose gradients are averaged where this optimizer does not see it: their weights are equal."""
+        if not distributed.has_several_ranks():
+            return []
+        weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return distributed.groups_with_equal(norms(weights).to(self.optimizer.devices()[0]))
 
     def _scale(self, factor: float) -> None:
         record, radii = self._known, self.radii

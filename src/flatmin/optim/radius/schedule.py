@@ -176,8 +176,7 @@ class RadiusScheduler(LRScheduler):
         self.radii = radii_of(optimizer)
         if growth != "constant" and getattr(self.wrapper, "matching", None) is not None:
             raise ValueError(
-                f'an automatic radius grows by itself, got growth="{growth}"; use "constant", or give the optimizer a '
-                "number as epsilon"
+                f'a radius that is adjusted to held-out data grows by itself, got growth="{growth}"; use "constant"'
             )
         if not any(self.radii) and getattr(optimizer, "defaults", {}).get("epsilon"):
             raise ValueError(
@@ -234,8 +233,10 @@ class RadiusScheduler(LRScheduler):
             self._watches = True
 
     def _group_added(self, group: Group, has_radius: bool) -> None:
+        if self.is_over:  # since then the groups may have been given others
+            self.radii = radii_of(self.optimizer)[:-1]
         if not has_radius:
-            group["epsilon"] = radius_of_new(self.optimizer, self.radii)
+            group["epsilon"] = radius_of_new(self.wrapper or self.optimizer, self.radii)
         self._set()
 
     def step(self, epoch: int | None = None) -> None:
