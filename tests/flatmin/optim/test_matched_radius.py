@@ -44,6 +44,19 @@ class Bowl:
         return float(self.optimizer.param_groups[0]["epsilon"])
 
 
+def step_on_squares(optimizer: flatmin.AMP) -> None:
+    """A step with J = ½ Σ θ², whose gradient is θ."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        weights = [w for group in optimizer.param_groups for w in group["params"]]
+        loss = torch.stack([w.square().sum() for w in weights]).sum() / 2
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
 @pytest.mark.parametrize("first", [0.01, 0.1, 3.0])
 @pytest.mark.parametrize("gap", [0.05, 0.5])
 def test_the_loss_at_the_edge_comes_to_meet_the_held_out_loss(first: float, gap: float) -> None:
@@ -150,14 +163,7 @@ def test_groups_keep_their_proportions() -> None:
     )
     optimizer = flatmin.AMP(base, epsilon=0.1, ball="group")
     radius = flatmin.MatchedRadius(optimizer)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = torch.stack([w.square().sum() for w in weights]).sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
+    step_on_squares(optimizer)
     radius.step(1e6)
     assert [group["epsilon"] for group in optimizer.param_groups] == pytest.approx([0.3, 0.9, 0.0])
 
@@ -394,21 +400,13 @@ def test_a_group_with_a_radius_of_its_own_keeps_its_share_of_an_automatic_one() 
     weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     groups: list[dict[str, Any]] = [{"params": weights[:1]}, {"params": weights[1:], "epsilon": 0.4}]
     optimizer = flatmin.AMP(torch.optim.SGD(groups, lr=0.1), epsilon="auto", ball="group")
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = torch.stack([w.square().sum() for w in weights]).sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
+    step_on_squares(optimizer)
     optimizer.radius.step(1e6)
     assert [group["epsilon"] for group in optimizer.param_groups] == pytest.approx([0.3, 1.2])
 
 
 def test_without_auto_there_is_no_radius_to_step() -> None:
-    optimizer = Bowl(0.1).optimizer
-    optimizer = flatmin.AMP(optimizer.base, epsilon=0.1)
+    optimizer = flatmin.AMP(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), epsilon=0.1)
     assert not optimizer.has_automatic_radius
     assert not hasattr(optimizer, "radius")
     with pytest.raises(AttributeError, match=r'write AMP\(base, epsilon="auto"\), or make a flatmin\.MatchedRadius'):
@@ -456,14 +454,7 @@ def test_a_ball_that_only_the_long_gradients_reach_still_grows(ball: Any) -> Non
     """One ball a tensor: those of short gradients do not reach the edge, but nearly all of Δ does."""
     weights = [nn.Parameter(torch.full((2,), size, dtype=torch.float64)) for size in (1.0, 0.01, 0.01, 0.01)]
     optimizer = flatmin.AMP(torch.optim.SGD(weights, lr=1e-12), epsilon="auto", ball=ball)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = torch.stack([w.square().sum() / 2 for w in weights]).sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
+    step_on_squares(optimizer)
     assert optimizer.last.on_ball is not None
     assert float(optimizer.last.on_ball) == (0.25 if ball == "tensor" else 1)
     assert optimizer.radius.step(1e6) == 3
