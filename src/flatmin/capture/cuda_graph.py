@@ -25,6 +25,7 @@ from flatmin.core.copies import Copies
 from flatmin.core.packed_tensors import PackedTensors
 from flatmin.core.random_state import HostRandom
 from flatmin.core.recorded_launches import DeviceNumbers
+from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.optim.telemetry.step_info import Last, loss_in
 from flatmin.optim.wrapper import Group
 
@@ -154,14 +155,15 @@ class CapturedGraph:
         fresh = self.packed.unpack()
         leaves = [fresh.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         result = tree_unflatten(leaves, self.shape)
-        if self.spec.wrapper is not None:
-            self.spec.wrapper.last = self._last(result, fresh, skipped)
+        if (wrapper := self.spec.wrapper) is not None:
+            wrapper.last = self._last(wrapper, result, fresh, skipped)
         return result
 
-    def _last(self, result: Any, fresh: Sequence[Tensor], skipped: Tensor | None) -> Last:
+    def _last(self, wrapper: PerturbedOptimizer, result: Any, fresh: Sequence[Tensor], skipped: Tensor | None) -> Last:
         if not self.functional_step.perturbs:
-            return Last(loss=loss_in(result), skipped=skipped)
-        return Last(skipped=fresh[-1], **dict(zip(self.functional_step.measured, fresh[:-1], strict=True)))
+            return Last(loss=loss_in(result), skipped=skipped, epsilon=0.0)
+        measured = dict(zip(self.functional_step.measured, fresh[:-1], strict=True))
+        return Last(skipped=fresh[-1], epsilon=wrapper.perturbed_groups()[0]["epsilon"], **measured)
 
 
 class _GraphPassRandom(PassRandom):

@@ -102,7 +102,8 @@ def _counts(buffers: dict[str, Tensor]) -> Iterator[tuple[str, int]]:
 
 
 def _numbers(last: Last) -> dict[str, float | None]:
-    return {name: None if value is None else float(value.float().mean()) for name, value in vars(last).items()}
+    known = {name: value for name, value in vars(last).items() if name != "epsilon"}
+    return {name: None if value is None else float(value.float().mean()) for name, value in known.items()}
 
 
 def _model_given(training: Training, example: str) -> str:

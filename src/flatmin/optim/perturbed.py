@@ -615,7 +615,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         finally:
             self.forget_step()
         self._is_new = self._joined_uncompared
-        self.last = Last(skipped=measured.skipped, **{**measured.numbers, **losses})
+        self.last = Last(epsilon=measured.epsilon, skipped=measured.skipped, **{**measured.numbers, **losses})
 
     def _step_plainly(self, closure: Closure | None, scaler: GradScaler | None, *, skip: Tensor | None = None) -> Any:
         """N = 0 or ε = 0: the base optimizer itself. `skip`: for a scaler that has not seen all gradients."""
@@ -630,7 +630,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             check_scaler_used(scaler)
             skip = torch.zeros((), dtype=torch.bool, device=self._home) if skip is None else skip
             skipped = step_scaled(skip, self.owners, [], scaler)
-        self.last = Last(loss=noted if closure is None else detached_loss(result), skipped=skipped)
+        self.last = Last(loss=noted if closure is None else detached_loss(result), skipped=skipped, epsilon=0.0)
         return result
 
     # ---- several ranks
@@ -677,7 +677,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         noted = self._measured.numbers.get("loss")
         self.forget_step()
         step_with_grad_scale(self.base, self.grad_scale, self.found_inf)
-        self.last = Last(loss=noted, skipped=self.found_inf > 0)
+        self.last = Last(loss=noted, skipped=self.found_inf > 0, epsilon=0.0)
 
     def _check_arguments(
         self, closure: object, misplaced: tuple[object, ...], scaler: GradScaler | None
@@ -792,6 +792,7 @@ class Measured:
     finite: Tensor | None = None  # was every gradient behind Δ finite? None: there were none
     skipped: Tensor | None = None  # was the last gradient, or an earlier one, not finite?
     numbers: dict[str, Tensor] = field(default_factory=dict)
+    epsilon: float | Tensor = 0.0  # of the first group that was perturbed
 
 
 def _check_lengths(lengths: Tensor, finite: Tensor | None, *, norm: Norm) -> tuple[Tensor, Tensor]:

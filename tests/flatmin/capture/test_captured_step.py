@@ -666,7 +666,7 @@ def six_steps(model: str, method: Method, base: str, *, captured: bool) -> list[
                 group["inner_lr"] = 1.0 + number
         seen.append(step(case.x, case.y))
         assert step.captured == (captured and number > 0)
-        seen += [value for value in vars(optimizer.last).values() if value is not None]
+        seen += [value for value in vars(optimizer.last).values() if isinstance(value, Tensor)]
         seen.append(torch.rand(3, device="cuda"))  # the random state advances alike
     return [*seen, *case.weights(), *case.buffers(), *tensors_in(optimizer)]
 

@@ -350,3 +350,35 @@ def test_a_captured_step_has_one_graph_with_and_one_without_a_perturbation(base:
         assert step._captures == (2 if capture else 0)
     for mine, theirs in zip(*(t.model.state_dict().values() for t in trainings), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["closure", "blocks", "captured"])
+@pytest.mark.parametrize("method", [flatmin.AMP, flatmin.RMP])
+def test_last_has_the_radius_that_the_step_used(form: str, method: Any) -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    optimizer = method(torch.optim.SGD(model.parameters(), lr=0.1), epsilon=0.2)
+    scheduler = flatmin.RadiusScheduler(optimizer, 4, start=0.5, growth="linear")
+    step = flatmin.captured_step(model, lambda model, x: model(x).square().mean(), optimizer)
+    seen = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        if form == "captured":
+            step(x)
+        elif form == "closure":
+            optimizer.step(closure)
+        else:
+            closure()
+            if optimizer.perturbs:
+                with optimizer.perturbed():
+                    closure()
+            optimizer.step()
+        scheduler.step()  # sets that of the next step
+        seen.append(optimizer.last.epsilon)
+    assert seen == [0.0, 0.0, 0.1, 0.2]

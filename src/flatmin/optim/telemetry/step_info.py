@@ -15,8 +15,10 @@ class Last:
     sharpness. (RMP has only the latter pass, so its two losses are the same.) `grad_norm` is ‖∇J(θ)‖ (RMP: at θ + Δ)
     and `delta_norm` is ‖Δ‖ over all balls together, both in the ball's norm. `on_ball` is the share of balls where Δ
     was projected back to the edge (for "linf", of tensors with a clamped entry). `skipped` is true if a gradient was
-    not finite and θ stayed as it was. None means not measured. In `step(closure, ascent=…)` no pass at θ has all the
-    data, so `loss` is None and `grad_norm` is that of the ascent pass.
+    not finite and θ stayed as it was. `epsilon` is the radius that the step used (that of the first perturbed group, a
+    plain number unless the group has a tensor), and 0 if nothing was perturbed. None means not measured. In
+    `step(closure, ascent=…)` no pass at θ has all the data, so `loss` is None and `grad_norm` is that of the ascent
+    pass.
     """
 
     loss: Tensor | None = None
@@ -25,6 +27,7 @@ class Last:
     delta_norm: Tensor | None = None
     on_ball: Tensor | None = None
     skipped: Tensor | None = None
+    epsilon: float | Tensor | None = None
 
 
 def loss_in(result: object) -> Tensor | None:

@@ -81,7 +81,7 @@ class StepLog:
         self._writes = [_writer(target, prefix) for target in targets]
         self.steps = 0
         self._kept: list[Last] = []
-        self._settings: tuple[Any, Any] = (0.0, None)  # ε and the learning rate of the last kept step
+        self._rate: Any = None  # the learning rate of the last kept step
         self._skipped_in_a_row, self._has_warned = 0, False
         self._handle = optimizer.register_step_post_hook(self._keep)
 
@@ -94,7 +94,7 @@ class StepLog:
     def _keep(self, *_: object) -> None:
         group = (self.optimizer.perturbed_groups() or self.optimizer.param_groups)[0]  # type: ignore[attr-defined]
         self._kept.append(self.optimizer.last)  # type: ignore[attr-defined]
-        self._settings = group["epsilon"], group.get("lr")
+        self._rate = group.get("lr")
         self.steps += 1
         if len(self._kept) >= self.every:
             self.write()
@@ -111,12 +111,12 @@ class StepLog:
         if not self._kept:
             return {}
         kept, self._kept = self._kept, []
-        rows, (epsilon, rate) = _on_host(kept), self._settings
+        rows, epsilon, rate = _on_host(kept), kept[-1].epsilon, self._rate
         self._look_for_skips(rows)
         numbers = _means(rows)
         if not getattr(self.optimizer, "starts_clean", True):  # RMP has one loss, at θ + Δ
             numbers.pop("sharpness", None)
-        return {**numbers, "epsilon": float(epsilon), **({} if rate is None else {"lr": float(rate)})}
+        return {**numbers, "epsilon": float(epsilon or 0), **({} if rate is None else {"lr": float(rate)})}
 
     def _look_for_skips(self, rows: list[Numbers]) -> None:
         for row in rows:
