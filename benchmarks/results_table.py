@@ -131,7 +131,13 @@ def cheap(results: Path) -> str:
 def _numbers(mode: Mode | None) -> list[str]:
     if mode is None:
         return [""] * len(COLUMNS)
-    return [_shown(each.compared, column_named(name)) for each, name in zip(mode.row.cells, COLUMNS, strict=True)]
+    values = zip(mode.row.cells, COLUMNS, strict=True)
+    return [_narrow(_shown(each.compared, column_named(name))) for each, name in values]
+
+
+def _narrow(shown: str) -> str:
+    """Mean and standard deviation, or values, below each other."""
+    return shown.replace(" ± ", "<br>± ").replace(", ", "<br>")
 
 
 def radii(results: Path) -> str:
@@ -165,8 +171,8 @@ def _radius_row(one: Regret, number: int, sizes: Sequence[float]) -> list[str]:
 
 
 def _sample(values: Sequence[float], column: Column, least: float) -> str:
-    """Mean and standard deviation below each other, in bold if it is the lowest."""
-    shown = _shown(values, column).replace(" ± ", "<br>± ").replace(", ", "<br>")
+    """As `_narrow`, in bold if it is the lowest."""
+    shown = _narrow(_shown(values, column))
     return f"**{shown}**" if values and fmean(values) == least else shown
 
 
