@@ -10,8 +10,12 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import flatmin
+from flatmin.optim.radius.step_record import StepRecord
 
 CURVATURE = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
 
@@ -509,6 +513,39 @@ def test_auto_is_for_all_of_an_amp() -> None:
         flatmin.RMP(torch.optim.SGD([weight], lr=0.1), epsilon="auto")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"got 'automatic'$"):
         flatmin.AMP(torch.optim.SGD([weight], lr=0.1), epsilon="automatic")  # type: ignore[arg-type]
+
+
+class Operations(TorchDispatchMode):
+    """The names of all operations, and where their inputs are."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+        self.devices: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        self.devices |= {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+def test_recording_a_step_takes_four_kernels_and_nothing_from_the_host() -> None:
+    with FakeTensorMode():  # of a GPU that is not there
+        loss, perturbed, at_edge = (torch.full((), value, device="cuda") for value in (1.0, 2.0, 0.25))
+        skipped = torch.zeros((), dtype=torch.bool, device="cuda")
+        last = flatmin.Last(loss=loss, loss_perturbed=perturbed, on_ball=at_edge, skipped=skipped)
+        record = StepRecord([0.1], automatic=True)
+        record.add(last)
+        with Operations() as seen:
+            record.add(last)
+    assert seen.devices == {"cuda"}
+    assert [name for name in seen.names if name.startswith(("ceil", "stack", "where", "add"))] == [
+        "ceil.default",
+        "stack.default",
+        "where.self",
+        "add.Tensor",
+    ]
+    assert not [name for name in seen.names if name.startswith(("_local_scalar", "_to_copy", "copy_", "full", "fill"))]
 
 
 @pytest.mark.cuda

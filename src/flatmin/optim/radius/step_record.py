@@ -18,7 +18,7 @@ class StepRecord:
         self.sums: Tensor | None = None  # of both losses, the steps at an edge, and all steps, on the device
         self.lacks_losses = False  # was there a step whose losses the optimizer has not seen?
         self.calls = 0  # how often it was asked to adjust ε
-        self._one: Tensor | None = None
+        self._zero_one: tuple[Tensor, Tensor] | None = None  # on the device: a plain number would be copied there
 
     @torch.no_grad()
     def add(self, last: Last) -> None:
@@ -27,13 +27,14 @@ class StepRecord:
         home = last.on_ball.device
         if self.sums is None:
             self.sums = torch.zeros(4, dtype=sum_dtype(home), device=home)
-        if self._one is None or self._one.device != home:
-            self._one = torch.ones((), device=home)
+        if self._zero_one is None or self._zero_one[0].device != home:
+            self._zero_one = torch.zeros((), device=home), torch.ones((), device=home)
+        zero, one = self._zero_one
         losses = [loss.reshape(()).to(home) for loss in (last.loss, last.loss_perturbed) if _is_number(loss)]
         if len(losses) < 2:
-            self.lacks_losses, losses = True, [0 * self._one] * 2
-        row = torch.stack([*losses, last.on_ball.ceil(), self._one])
-        self.sums = self.sums.to(home) + torch.where(last.skipped, 0.0, row)
+            self.lacks_losses, losses = True, [zero, zero]
+        row = torch.stack([*losses, last.on_ball.ceil(), one])
+        self.sums = self.sums.to(home) + torch.where(last.skipped, zero, row)
 
     def take(self) -> Tensor | None:
         """The sums, which start again."""
