@@ -139,9 +139,7 @@ def any_rank(flag: Tensor, groups: Sequence[Any]) -> Tensor:
 
 
 def groups_with_equal(numbers: Tensor) -> list[Any]:
-    """The group of all ranks, if all have these numbers; every rank must call this."""
-    if not has_several_ranks():
-        return []
+    """The group of all ranks, of which there are several, if all have these numbers; every rank must call this."""
     theirs = [torch.empty_like(numbers) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(theirs, numbers)
     return [torch.distributed.group.WORLD] if all(torch.equal(one, numbers) for one in theirs) else []

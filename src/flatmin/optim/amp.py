@@ -32,10 +32,11 @@ from flatmin.optim.radius.matched import (
     AUTO,
     FIRST_RADIUS,
     MatchedRadius,
-    automatic_radius,
     record_steps,
     set_radius_of_new,
+    start_recording,
 )
+from flatmin.optim.radius.schedule import radii_of
 from flatmin.optim.weight_storage import WeightStorage
 from flatmin.optim.wrapper import Group, check_call, whole_number
 
@@ -105,7 +106,7 @@ class AMP(PerturbedOptimizer):
             sync_perturbation=sync_perturbation,
         )
         if is_auto:
-            automatic_radius(self)
+            start_recording(self, radii_of(self), automatic=True)
 
     def _initialise(self, attributes: Mapping[str, Any]) -> None:
         super()._initialise(attributes)

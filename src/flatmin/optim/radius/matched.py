@@ -87,7 +87,7 @@ class MatchedRadius:
         if isinstance(ongoing, RadiusScheduler):
             _check_growth(ongoing)
         if self.optimizer.matching is None:
-            _record(self.optimizer, self.radii, automatic=False)
+            start_recording(self.optimizer, self.radii, automatic=False)
 
     def _ongoing(self) -> HasRadii | None:
         """What sets ε in each step, if something does."""
@@ -139,8 +139,12 @@ class MatchedRadius:
             )
         given = [_number(held_out_loss)]
         if losses is not None:
-            loss, loss_perturbed = losses
-            given += [_number(loss), _number(loss_perturbed)]
+            if len(losses) != 2:
+                raise ValueError(
+                    f"losses must be two numbers, the means at θ and at θ + Δ, got {len(losses)}; write "
+                    "step(held_out_loss, losses=(loss, loss_perturbed))"
+                )
+            given += map(_number, losses)
         sums = record.take()
         if sums is None:  # other ranks may have had steps, as under join(): they wait for this one
             home = self.optimizer.devices()[0]
@@ -190,12 +194,8 @@ class MatchedRadius:
             record.sums = torch.tensor(sums, dtype=sum_dtype(home), device=home)
 
 
-def automatic_radius(optimizer: PerturbedOptimizer) -> None:
-    """Let the steps of an AMP with epsilon="auto" measure what its `radius` needs."""
-    _record(optimizer, radii_of(optimizer), automatic=True)
-
-
-def _record(optimizer: PerturbedOptimizer, first: Sequence[float], *, automatic: bool) -> None:
+def start_recording(optimizer: PerturbedOptimizer, first: Sequence[float], *, automatic: bool) -> None:
+    """Let its steps measure what a MatchedRadius needs, which starts with these radii."""
     if not any(first):
         raise ValueError(
             "a radius that is adjusted must start above 0, got 0 in all groups; give one of them an epsilon above 0 "
@@ -216,8 +216,7 @@ def _add_last(optimizer: Any, *_: object) -> None:
 
 def set_radius_of_new(optimizer: PerturbedOptimizer, group: Group) -> None:
     """A group was added without a radius: it has the one that has been found, not the first."""
-    scheduler = scheduler_of(optimizer)
-    if scheduler is None or scheduler.is_over:
+    if scheduler_of(optimizer) is None:  # else that has done it
         group["epsilon"] = radius_of_new(optimizer, radii_of(optimizer)[:-1])
 
 
