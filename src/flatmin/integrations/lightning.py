@@ -57,6 +57,7 @@ from flatmin.integrations.automatic_radius import check_epsilon, is_auto, matche
 from flatmin.integrations.replay import RandomState, Replay, as_it_is, note_losses
 from flatmin.integrations.scheduled_radius import ScheduledRadius
 from flatmin.optim import AMP, RMP, perturbed
+from flatmin.optim.call_checks import check_losses
 from flatmin.optim.radius import Growth, MatchedRadius, RadiusSchedule, RadiusScheduler
 from flatmin.optim.rmp import Noise
 from flatmin.optim.telemetry.step_info import detached_loss
@@ -387,7 +388,7 @@ class PerturbedOptimizer(LightningOptimizer):
         if kwargs:
             raise TypeError(f"step() under FlatMinima takes a closure, or losses=, got {', '.join(kwargs)}")
         if losses is not None:
-            self._optimizer.check_losses(closure, losses)
+            check_losses(closure, losses)
         if closure is None and self._optimizer.only_makes_state():  # a sharded checkpoint is being loaded
             return self._optimizer.step()
         self._on_before_step()

@@ -27,7 +27,7 @@ from flatmin.ball import Ball, Norm, clamp_, combine, radii, shrink
 from flatmin.core.recorded_launches import Results
 from flatmin.core.recurring_work import Operands
 from flatmin.core.tensors import ORDINARY_TYPES, STRIDED, compute_dtype, has_layout_of, plain, zero_unless_
-from flatmin.optim.perturbed import Measured, PerturbedOptimizer
+from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.optim.radius.matched import (
     AUTO,
     FIRST_RADIUS,
@@ -37,6 +37,7 @@ from flatmin.optim.radius.matched import (
     start_recording,
 )
 from flatmin.optim.radius.schedule import radii_of
+from flatmin.optim.telemetry.step_info import Measured
 from flatmin.optim.weight_storage import WeightStorage
 from flatmin.optim.wrapper import Group, check_call, whole_number
 

@@ -15,10 +15,10 @@ form consists of
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial, wraps
+from dataclasses import replace
+from functools import partial
 from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,20 @@ from torch.optim import Optimizer
 from flatmin.ball import Norm, combine, norms
 from flatmin.core import distributed
 from flatmin.core.copies import Copies
-from flatmin.core.messages import describe
 from flatmin.core.model_state import Snapshot
 from flatmin.core.random_state import HostWatch
 from flatmin.core.recorded_launches import Results
 from flatmin.core.recurring_work import Operands
 from flatmin.core.tensors import plain
+from flatmin.core.untraced import keep_untraced, untraced
 from flatmin.optim.accumulation import GradientSnapshot, MeanGradient
+from flatmin.optim.call_checks import (
+    check_ascent,
+    check_losses,
+    check_still_of_model,
+    gradient_error,
+    usable_scaler,
+)
 from flatmin.optim.grad_scaler import (
     Owners,
     check_scaler_used,
@@ -45,45 +52,17 @@ from flatmin.optim.grad_scaler import (
 )
 from flatmin.optim.pass_start import ForwardHook, PassStart
 from flatmin.optim.skip_step import skips_by_itself, step_unless
-from flatmin.optim.telemetry.step_info import Last, detached_loss, mean_loss, mean_of
+from flatmin.optim.telemetry.step_info import Last, Measured, detached_loss, mean_loss, mean_of
 from flatmin.optim.weight_storage import InPlace, WeightStorage
-from flatmin.optim.wrapper import Arguments, Group, OptimizerWrapper, evaluates_closure
+from flatmin.optim.wrapper import Group, OptimizerWrapper, evaluates_closure
 
 if TYPE_CHECKING:
     from flatmin.optim.radius.step_record import StepRecord
 
-Result = TypeVar("Result")
 Closure = Callable[[], Any]
 Closures = list[Closure] | tuple[Closure, ...]  # one per micro-batch
 
 READ_AT_ONCE = ("cpu",)  # devices whose numbers the host reads without waiting
-_TO_DISABLE: list[Callable[[], None]] = []  # see `untraced`
-
-
-def untraced(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorates what torch.compile must run as it is, outside of its graphs: a step moves weights and catches errors.
-
-    `torch.compiler.disable` would import the compiler along with flatmin. torch imports it for the first optimizer,
-    and then it is called here too (`_keep_untraced`).
-    """
-    outside = [method]
-
-    def disable() -> None:
-        outside[0] = torch.compiler.disable(method)
-
-    _TO_DISABLE.append(disable)
-
-    @wraps(method)
-    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        return outside[0](*args, **kwargs)
-
-    return run
-
-
-def _keep_untraced() -> None:
-    """Called for every new optimizer, because torch.compile cannot do it while it traces."""
-    while _TO_DISABLE:
-        _TO_DISABLE.pop()()
 
 
 class PerturbedBlock(ContextDecorator):
@@ -120,7 +99,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
     same_on_ranks: ClassVar[tuple[str, ...]] = ("inner_iter", "ball", "norm", "sync_perturbation")
 
     def _make_step_state(self) -> None:
-        _keep_untraced()
+        keep_untraced()
         self.last = Last()
         self._theta: Copies[Tensor] = Copies()  # θ of the parameters that are, or may have to be, restored
         self._delta: Copies[Tensor] = Copies()  # Δ between two ascent steps; stays empty for N = 1
@@ -230,7 +209,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         return [group for group in groups if isinstance(group["epsilon"], Tensor) or group["epsilon"] > 0]
 
     @abstractmethod
-    def perturb(self, n: int, unscale: float | Tensor, storage: WeightStorage, measured: "Measured") -> None:
+    def perturb(self, n: int, unscale: float | Tensor, storage: WeightStorage, measured: Measured) -> None:
         """Save θ of the parameters to move, and move them to θ + Δ for the n-th perturbed pass, all in `storage`."""
 
     def must_skip(
@@ -238,7 +217,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         gradients: Sequence[Tensor],
         scaler: GradScaler | None,
         storage: WeightStorage,
-        measured: "Measured",
+        measured: Measured,
         *,
         drop: bool = False,
     ) -> Tensor:
@@ -331,9 +310,9 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         try:
             scaler = self._check_arguments(closure, misplaced, self._scaler_of_blocks if from_scaler else scaler)
             if ascent is not None:
-                self._check_ascent(closure, ascent)
+                check_ascent(type(self).__name__, closure, ascent, ascends=self.starts_clean)
             if losses is not None:
-                self.check_losses(closure, losses)
+                check_losses(closure, losses)
             result = None
             if from_scaler and self._scaler_of_blocks is None:
                 self._step_from_scaler(closure, losses)
@@ -506,7 +485,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             )
         self._check_same_scaler(scaler)
         if self.starts_clean and not self.has_gradients():
-            self._check_parameters("before perturbed()")
+            check_still_of_model(self._params(), self.model, "before perturbed()")
             raise RuntimeError("perturbed() follows the gradient, but no parameter has one; call backward() first")
 
     def _check_same_scaler(self, scaler: GradScaler | None) -> None:
@@ -684,7 +663,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
     ) -> GradScaler | None:
         """Check the arguments of any form of a step; returns the scaler, or None if it is disabled."""
         if misplaced or scaler is not None or not (closure is None or callable(closure)):
-            scaler = self._check_call(closure, misplaced, scaler)
+            scaler = usable_scaler(type(self).__name__, closure, misplaced, scaler)
         settings = [group.get(key) for group in self.base.param_groups for key in self._hyperparameters]
         kinds = list(map(type, settings))
         compared = Tensor not in kinds and NoneType not in kinds  # not tensors: the host might wait for the device
@@ -696,40 +675,6 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         if self._process_groups and self.starts_clean and self.perturbs:
             distributed.check_join(self._replicas, self.base, sync_perturbation=self.sync_perturbation)
         return scaler
-
-    def _check_ascent(self, closure: object, ascent: object) -> None:
-        if not self.starts_clean:
-            raise TypeError(f"{type(self).__name__} draws Δ at random and has no ascent; leave out ascent=")
-        if not callable(ascent) or closure is None or isinstance(closure, list | tuple):
-            raise TypeError(
-                "ascent must be a closure on less data, beside the step's own: step(closure, ascent=closure_on_less), "
-                f"got {describe(ascent)} beside {describe(closure)}"
-            )
-
-    def check_losses(self, closure: object, losses: object) -> None:
-        if closure is not None:
-            raise TypeError("losses= is for a step after perturbed() blocks; a closure returns its loss: leave it out")
-        if not (isinstance(losses, tuple | list) and len(losses) == 2 and all(isinstance(x, Tensor) for x in losses)):
-            raise TypeError(
-                "losses must be two tensors, the loss at θ and that in the last perturbed() block: "
-                f"step(losses=(loss, loss_perturbed)), got {describe(losses)}"
-            )
-
-    def _check_call(
-        self, closure: object, misplaced: tuple[object, ...], scaler: GradScaler | None
-    ) -> GradScaler | None:
-        closures = closure if isinstance(closure, list | tuple) else [] if closure is None else [closure]
-        if isinstance(closure, list | tuple) and not closure:
-            raise ValueError("step takes a closure, or a list with one per micro-batch, got an empty list")
-        if misplaced or not all(map(callable, closures)):
-            wrong = misplaced[0] if misplaced else next(one for one in closures if not callable(one))
-            raise TypeError(
-                f"{type(self).__name__} takes a closure by position and a GradScaler by keyword, got {describe(wrong)} "
-                "by position; write step(closure, scaler=scaler) or perturbed(scaler=scaler)"
-            )
-        if scaler is not None and not isinstance(scaler, GradScaler):
-            raise TypeError(f"scaler must be a torch.amp.GradScaler, got {describe(scaler)}")
-        return scaler if scaler is not None and scaler.is_enabled() else None
 
     # ---- parameters and devices
 
@@ -755,44 +700,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     def _check_gradients(self, where: str) -> None:
         first = self._first_gradient()
-        if first is not None:
-            if first.requires_grad:
-                raise _second_order_error(where)
-            return
-        self._check_parameters(f"in {where}")
-        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._params()):
-            raise RuntimeError(
-                f"no parameter has a gradient after {where}, but a post-accumulate-grad hook, which may have taken it: "
-                "a step within the backward pass cannot be perturbed; remove the hook"
-            )
-        raise RuntimeError(
-            f"no parameter got a gradient in {where}; call backward() inside it, on a loss of these parameters"
-        )
-
-    def _check_parameters(self, where: str) -> None:
-        """Without a gradient: has something replaced the model's parameters?"""
-        if self.model is not None and {id(p) for p in self._params()}.isdisjoint(map(id, self.model.parameters())):
-            raise RuntimeError(
-                f"no parameter got a gradient {where}, because the optimizer's are no longer the model's; create the "
-                "optimizer last, after fully_shard(), .to() and the like"
-            )
-
-
-def _second_order_error(where: str) -> RuntimeError:
-    return RuntimeError(
-        f"the gradients of {where} have a graph (create_graph=True), for a base that differentiates them again, but "
-        "the weights have moved by the time it steps; use epsilon=0 with such a base, or another base"
-    )
-
-
-@dataclass
-class Measured:
-    """What the passes of a step have measured so far."""
-
-    finite: Tensor | None = None  # was every gradient behind Δ finite? None: there were none
-    skipped: Tensor | None = None  # was the last gradient, or an earlier one, not finite?
-    numbers: dict[str, Tensor] = field(default_factory=dict)
-    epsilon: float | Tensor = 0.0  # of the first group that was perturbed
+        if first is None or first.requires_grad:
+            raise gradient_error(first, self._params(), self.model, where)
 
 
 def _check_lengths(lengths: Tensor, finite: Tensor | None, *, norm: Norm) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from flatmin.ball import Ball, Norm, combine, cube_factors, fill_with_noise, norms, uniform_factors
 from flatmin.core.tensors import compute_dtype, plain
-from flatmin.optim.perturbed import Measured, PerturbedOptimizer
+from flatmin.optim.perturbed import PerturbedOptimizer
+from flatmin.optim.telemetry.step_info import Measured
 from flatmin.optim.weight_storage import WeightStorage
 from flatmin.optim.wrapper import check_call
 

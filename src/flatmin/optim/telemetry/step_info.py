@@ -1,7 +1,7 @@
-"""What a step measures: losses, norms and flags of the last step, and the loss in what a closure returned."""
+"""What a step measures: losses, norms and flags while it runs and when it is done; the loss that a closure returned."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,6 +28,16 @@ class Last:
     on_ball: Tensor | None = None
     skipped: Tensor | None = None
     epsilon: float | Tensor | None = None
+
+
+@dataclass
+class Measured:
+    """What the passes of a step have measured so far."""
+
+    finite: Tensor | None = None  # was every gradient behind Δ finite? None: there were none
+    skipped: Tensor | None = None  # was the last gradient, or an earlier one, not finite?
+    numbers: dict[str, Tensor] = field(default_factory=dict)
+    epsilon: float | Tensor = 0.0  # of the first group that was perturbed
 
 
 def loss_in(result: object) -> Tensor | None:
