@@ -138,11 +138,16 @@ def any_rank(flag: Tensor, groups: Sequence[Any]) -> Tensor:
     return flag
 
 
-def groups_with_equal(numbers: Tensor) -> list[Any]:
-    """The group of all ranks, of which there are several, if all have these numbers; every rank must call this."""
-    theirs = [torch.empty_like(numbers) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(theirs, numbers)
-    return [torch.distributed.group.WORLD] if all(torch.equal(one, numbers) for one in theirs) else []
+def all_ranks() -> list[Any]:
+    return [torch.distributed.group.WORLD]
+
+
+def is_same_everywhere(numbers: Tensor) -> bool:
+    """Have all ranks, of which there are several, these numbers? Every rank must call this with as many."""
+    extremes = torch.cat([numbers, -numbers])
+    torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX)
+    highest, lowest = extremes.chunk(2)
+    return torch.equal(highest, -lowest)
 
 
 def mean_of_ranks(numbers: Tensor, groups: Sequence[Any]) -> Tensor:

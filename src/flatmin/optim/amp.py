@@ -137,6 +137,8 @@ class AMP(PerturbedOptimizer):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
+            if name == "radius" and self.behind_proxy().matching is not None:
+                return MatchedRadius(self)  # it has raised an AttributeError of its own: once more, to show it
             try:
                 return super().__getattr__(name)
             except AttributeError as error:

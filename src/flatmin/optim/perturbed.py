@@ -139,6 +139,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         optimizer = self.behind_proxy()
         optimizer.forget_step()
         optimizer._process_groups, optimizer._is_new = None, True
+        if optimizer.matching is not None:
+            optimizer.matching.take()  # of steps that are no longer part of this training
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Outside a pass this also starts a new step, whether before or after its forward pass."""

@@ -75,17 +75,41 @@ def match_unseen(rank: int, given: str) -> dict[str, Any]:
     """Gradients are averaged where the optimizer does not see it, as in loops with Fabric; or each rank has its own."""
     case = own_part(twelve(), rank)
     plain = case.model
-    if given == "other weights":
-        with torch.no_grad():
-            next(plain.parameters()).add_(rank)
-    else:
-        case.model = DistributedDataParallel(plain)
+    case.model = DistributedDataParallel(plain)
     optimizer = AMP(SGD(plain.parameters(), lr=0.1), epsilon="auto", model=None if given == "none" else plain)
     for _ in range(3):
         optimizer.step(case.closure(optimizer))
         optimizer.radius.step(1.5 + rank)
     radius = torch.tensor(optimizer.param_groups[0]["epsilon"], dtype=torch.float64)
-    return {"weights": [radius] if given != "other weights" else [torch.ones(1)], "radius": float(radius)}
+    return {"weights": [radius], "radius": float(radius)}
+
+
+def match_own(rank: int) -> dict[str, Any]:
+    """Each rank trains another network, and for another number of epochs: nobody waits for anybody."""
+    case = own_part(twelve(), rank)
+    if rank == 0:
+        case.model = torch.nn.Sequential(case.model, torch.nn.Linear(3, 3, dtype=case.x.dtype))
+    optimizer = AMP(SGD(case.model.parameters(), lr=1e-6), epsilon="auto", inner_lr=1e3, model=case.model)
+    for _ in range(1 + rank):
+        optimizer.step(case.closure(optimizer))
+        assert optimizer.radius.step(1e6) == 3
+    return {"weights": [torch.ones(1)], "radius": optimizer.param_groups[0]["epsilon"]}
+
+
+def match_without_losses(rank: int) -> dict[str, Any]:
+    """The closure of one rank does not return its loss: all of them hear of it."""
+    case = own_part(twelve(), rank)
+    case.model = DistributedDataParallel(case.model)
+    optimizer = AMP(SGD(case.model.parameters(), lr=0.1), epsilon="auto", model=case.model)
+    closure = case.closure(optimizer)
+    optimizer.step(closure if rank == 0 else lambda: closure() and None)
+    message = ""
+    try:
+        optimizer.radius.step(1e6)
+    except ValueError as error:
+        message = str(error)
+    assert optimizer.radius.step(1e6, losses=(1.0, 2.0)) == 3  # nothing was lost
+    return {"weights": case.weights(), "message": message}
 
 
 def match_after_join(rank: int) -> dict[str, Any]:
@@ -423,7 +447,9 @@ JOBS: dict[str, Any] = {
     **{f"spoilt-{method}": partial(train, method=method, spoil=True) for method in METHODS},
     **{f"as-one-{n}": partial(train_as_one, inner_iter=n) for n in (1, 2)},
     "as-one-matched": train_matched,
-    **{f"matched-unseen-{given}": partial(match_unseen, given=given) for given in ("none", "plain", "other weights")},
+    **{f"matched-unseen-{given}": partial(match_unseen, given=given) for given in ("none", "plain")},
+    "matched-own": match_own,
+    "matched-without-losses": match_without_losses,
     "matched-after-join": match_after_join,
     "join-without-data": join_without_data,
     "as-one-views": partial(train_as_one, inner_iter=1, gradient_as_bucket_view=True),

@@ -77,9 +77,15 @@ def test_zero_that_steps_within_the_backward_pass_is_refused(seen: Seen) -> None
 
 
 def test_ranks_with_models_of_their_own_adjust_their_own_radii(seen: Seen) -> None:
-    radii = [results["matched-unseen-other weights"]["radius"] for results in seen]
-    assert len(set(radii)) == len(radii)
+    assert [results["matched-own"]["radius"] for results in seen] == pytest.approx(
+        [0.1 * 3.0 ** (1 + rank) for rank in range(len(seen))]
+    )
     assert all(results["matched-unseen-plain"]["radius"] != 0.1 for results in seen)
+
+
+def test_losses_that_one_rank_lacks_are_missed_on_all(seen: Seen) -> None:
+    for results in seen:
+        assert "has not seen all losses at θ and at θ + Δ" in results["matched-without-losses"]["message"]
 
 
 def test_batchnorm_counts_as_without_a_perturbation(seen: Seen) -> None:

@@ -20,12 +20,13 @@ Held-out data need not be lost to training: the radius found in the first 60 % w
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from flatmin.ball import norms
+from flatmin.ball import combine, norms
 from flatmin.core import distributed
 from flatmin.core.messages import describe
 from flatmin.optim.perturbed import PerturbedOptimizer
@@ -37,7 +38,7 @@ from flatmin.optim.radius.schedule import (
     scheduler_of,
     with_new_radii,
 )
-from flatmin.optim.radius.step_record import StepRecord, sum_dtype
+from flatmin.optim.radius.step_record import SUMS, StepRecord, sum_dtype
 from flatmin.optim.wrapper import Group
 
 AUTO, FIRST_RADIUS = "auto", 0.1  # epsilon="auto", and where it starts
@@ -66,7 +67,9 @@ class MatchedRadius:
     Call `step` with the mean loss on data that are not trained on, once per epoch or more often. A few hundred examples
     are enough. They must be like the training data (with as many wrong labels, if there are any), and the model must be
     in eval mode. On several ranks that train one model, all call it, and the losses are averaged; save its state right
-    after a call, or on every rank.
+    after a call, or on every rank. If the optimizer does not know which ranks do (it has no `model` that is a
+    DistributedDataParallel), all ranks of the job compare their weights in the first call: from then on those with
+    equal weights average, and those with models of their own are on their own.
 
     If a `RadiusScheduler` sets the ε of the same optimizer (of several, the last that was made), it applies its shares
     to the radius found here. Its growth must be "constant": this radius grows by itself.
@@ -127,52 +130,71 @@ class MatchedRadius:
         """
         if isinstance(ongoing := self._ongoing(), RadiusScheduler):
             _check_growth(ongoing)
-        record, groups = self._known, self.optimizer.process_groups or self._ranks_of_the_weights()
-        record.calls += 1
-        if record.sums is None and not groups:
-            return 1.0
-        if record.lacks_losses and losses is None:
+        new, given = _number("held_out_loss", held_out_loss), None if losses is None else _two(losses)
+        if not any(self.radii):
             raise ValueError(
-                "the optimizer has not seen all losses at θ and at θ + Δ: after perturbed() blocks, write "
-                "optimizer.step(losses=(loss, loss_perturbed)); with ascent=, or if the closure returns no tensor, "
-                "give their means since the last call: step(held_out_loss, losses=(loss, loss_perturbed))"
+                "a radius that is adjusted must be above 0, got 0 in all groups (of a checkpoint without a "
+                "perturbation?); give a group an epsilon above 0"
             )
-        given = [_number(held_out_loss)]
-        if losses is not None:
-            if len(losses) != 2:
+        record, groups = self._known, self._ranks()
+        numbers = None if record.sums is None and not groups else self._mean_of_ranks(new, given, groups)
+        if numbers is not None:
+            *totals, count, steps, new, lacks_losses = numbers
+            if lacks_losses:
                 raise ValueError(
-                    f"losses must be two numbers, the means at θ and at θ + Δ, got {len(losses)}; write "
-                    "step(held_out_loss, losses=(loss, loss_perturbed))"
+                    "the optimizer has not seen all losses at θ and at θ + Δ: after perturbed() blocks, write "
+                    "optimizer.step(losses=(loss, loss_perturbed)); with ascent=, or if the closure returns no "
+                    "tensor, give their means since the last call: step(held_out_loss, losses=(loss, loss_perturbed))"
                 )
-            given += map(_number, losses)
-        sums = record.take()
-        if sums is None:  # other ranks may have had steps, as under join(): they wait for this one
-            home = self.optimizer.devices()[0]
-            sums = torch.zeros(4, dtype=sum_dtype(home), device=home)
-        if losses is not None:
-            sums = torch.cat([sums[3] * sums.new_tensor(given[1:]), sums[2:]])
-        numbers = distributed.mean_of_ranks(torch.cat([sums, sums.new_tensor(given[:1])]), groups)
-        *totals, count, new = numbers.tolist()
-        if not count:
+        record.take()
+        record.calls += 1
+        if numbers is None or not steps:
             return 1.0
-        mean_loss, mean_perturbed, at_edge = (total / count for total in totals)
-        factor = _factor(mean_loss, mean_perturbed, at_edge, new)
+        if count:
+            mean_loss, mean_perturbed, at_edge = (total / count for total in totals)
+            factor = _factor(mean_loss, mean_perturbed, at_edge, new)
+        else:
+            factor = MIN_FACTOR  # every step was skipped: perhaps a smaller ball has a finite loss
         self._scale(factor)
         return factor
 
-    def _ranks_of_the_weights(self) -> list[Any]:
-        """The ranks whose gradients are averaged where this optimizer does not see it: their weights are equal."""
-        if not distributed.has_several_ranks():
-            return []
-        weights = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return distributed.groups_with_equal(norms(weights).to(self.optimizer.devices()[0]))
+    def _mean_of_ranks(self, new: float, given: tuple[float, float] | None, groups: Sequence[Any]) -> list[float]:
+        """The sums since the last call, the held-out loss, and whether losses are missing: means over the ranks.
+
+        So all of them hear of what is missing on one. Under join() a rank may have had no step: its sums are 0.
+        """
+        record = self._known
+        sums = record.sums
+        if sums is None:
+            home = self.optimizer.devices()[0]
+            sums = torch.zeros(SUMS, dtype=sum_dtype(home), device=home)
+        if given is not None:
+            sums = torch.cat([sums[3] * sums.new_tensor(given), sums[2:]])
+        lacks_losses = record.lacks_losses and given is None
+        row = torch.cat([sums, sums.new_tensor([new, lacks_losses])])
+        found: list[float] = distributed.mean_of_ranks(row, groups).tolist()
+        return found
+
+    def _ranks(self) -> Sequence[Any]:
+        """The process groups of the ranks that train this model together."""
+        groups = self.optimizer.process_groups
+        if groups or not distributed.has_several_ranks():
+            return groups
+        record = self._known
+        if record.shares_weights is None:  # gradients may be averaged where the optimizer does not see it
+            weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+            lengths = norms(weights).to(self.optimizer.devices()[0])
+            summary = torch.stack([lengths.new_tensor(float(len(weights))), combine(lengths), lengths[0]])
+            record.shares_weights = distributed.is_same_everywhere(summary)
+        return distributed.all_ranks() if record.shares_weights else ()
 
     def _scale(self, factor: float) -> None:
         record, radii = self._known, self.radii
         added = radii[len(record.first) :]
         shares = self.optimizer.ball == "global"
         record.first += [max(record.first) if radius and shares else radius for radius in added]
-        radii = [max(factor * now, MIN_SHARE * first) for now, first in zip(radii, record.first, strict=True)]
+        pairs = zip(radii, record.first, strict=True)
+        radii = [max(factor * now, MIN_SHARE * first) if now else 0.0 for now, first in pairs]  # 0 is left alone
         scheduler = self.scheduler if self.scheduler is not None else scheduler_of(self.optimizer)
         if scheduler is None:
             scale_radii(self.optimizer, radii, 1.0)
@@ -215,9 +237,14 @@ def _add_last(optimizer: Any, *_: object) -> None:
 
 
 def set_radius_of_new(optimizer: PerturbedOptimizer, group: Group) -> None:
-    """A group was added without a radius: it has the one that has been found, not the first."""
-    if scheduler_of(optimizer) is None:  # else that has done it
-        group["epsilon"] = radius_of_new(optimizer, radii_of(optimizer)[:-1])
+    """A group was added without a radius: in one ball it has the one that has been found, not the first."""
+    if scheduler_of(optimizer) is not None:  # that has done it
+        return
+    others = radii_of(optimizer)[:-1]
+    if not any(others):  # a scheduler is gone that was between two perturbed steps
+        others = list(optimizer.scheduled_radii)
+        scale_radii(optimizer, others, 1.0)
+    group["epsilon"] = radius_of_new(optimizer, others)
 
 
 def matched_until(start: float, release: float = RELEASE) -> float:
@@ -242,8 +269,21 @@ def _check_growth(scheduler: RadiusScheduler) -> None:
         )
 
 
-def _number(loss: float | Tensor) -> float:
-    return float(loss.detach() if isinstance(loss, Tensor) else loss)
+def _two(losses: object) -> tuple[float, float]:
+    if not (isinstance(losses, tuple | list) and len(losses) == 2):
+        raise ValueError(
+            f"losses must be two numbers, the means at θ and at θ + Δ, got {losses!r}; write "
+            "step(held_out_loss, losses=(loss, loss_perturbed))"
+        )
+    return _number("the loss at θ", losses[0]), _number("the loss at θ + Δ", losses[1])
+
+
+def _number(name: str, loss: object) -> float:
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return float(loss.detach())
+    if isinstance(loss, Real):
+        return float(loss)
+    raise TypeError(f"{name} must be a mean, one number, got {describe(loss)}; take the mean over all examples")
 
 
 def _factor(loss: float, perturbed: float, at_edge: float, new: float) -> float:
