@@ -12,7 +12,15 @@ import torch
 from flatmin.comparison.contenders import Contender, contenders_for
 from flatmin.comparison.held_out import check_can_measure, measures_before_training
 from flatmin.comparison.outcome import Outcome, read_outcome, write_whole
-from flatmin.comparison.train_contender import Start, batch_count, can_match, fingerprint, own_radius, train_contender
+from flatmin.comparison.train_contender import (
+    Start,
+    batch_count,
+    can_match,
+    fingerprint,
+    has_automatic_radius,
+    own_radius,
+    train_contender,
+)
 from flatmin.comparison.verdict import (
     PERCENT,
     WORTH,
@@ -165,6 +173,8 @@ class _Plan:
         self.start = RadiusSchedule(start=start).start
         own, passes = own_radius(training)
         auto = training.radius_data is not None and can_match(self.epochs, start)
+        if has_automatic_radius(training) and not auto and radii is None:
+            raise ValueError(_unmatched(training, self.epochs))
         self.contenders = contenders_for(radii, own=own, auto=auto, passes=1 + (passes - 1) * (1 - start))
 
     def settings(self, training: UserTraining) -> dict[str, Any]:
@@ -178,6 +188,13 @@ class _Plan:
             "evaluations": self.evaluations,
             "weights and optimizer": fingerprint(training),
         }
+
+
+def _unmatched(training: UserTraining, epochs: int) -> str:
+    what = 'make_training returned an AMP with epsilon="auto", which is adjusted to a loss on data of its own'
+    if training.radius_data is None:
+        return f"{what}, but no such data: return them as 'radius_data', or name the radii to compare (radii=, --radii)"
+    return f"{what} between epochs, but {epochs} are too few for that: give more, or name the radii (radii=, --radii)"
 
 
 def _check_store(out: str | Path | None, settings: dict[str, Any]) -> Path | None:

@@ -101,12 +101,17 @@ def wrap(training: UserTraining, contender: Contender) -> AMP:
 
 
 def own_radius(training: UserTraining) -> tuple[float | None, int]:
-    """The largest ε of the user's AMP, if there is one, and the number of passes that a step of AMP takes."""
+    """The largest ε of the user's AMP, if it is a number, and the number of passes that a step of AMP takes."""
     given = training.optimizer
     if not isinstance(given, PerturbedOptimizer):
         return None, PASSES
     given = given.behind_proxy()
-    return max(radii_of(given)) or None, 1 + getattr(given, "inner_iter", 1)
+    own = None if has_automatic_radius(training) else max(radii_of(given)) or None
+    return own, 1 + getattr(given, "inner_iter", 1)
+
+
+def has_automatic_radius(training: UserTraining) -> bool:
+    return isinstance(training.optimizer, AMP) and training.optimizer.has_automatic_radius
 
 
 def _check_schedulers(training: UserTraining) -> None:

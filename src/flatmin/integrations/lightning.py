@@ -110,6 +110,7 @@ class FlatMinima(pl.Callback):
         self._radii: list[ScheduledRadius] = []  # one per optimizer, if there is a schedule
         self._matched: list[MatchedRadius] = []  # one per optimizer, if ε is automatic
         self._calls_before = 0  # of what adjusts ε, when the training began
+        self._loss_before: Any = None  # the monitored one, when the validation began
         self._matched_states: list[dict[str, Any]] = []  # of a checkpoint, until there are optimizers
         self.monitor = monitor
         self.schedule = RadiusSchedule(start=start, growth=growth, every=every)
@@ -185,10 +186,15 @@ class FlatMinima(pl.Callback):
             matched.load_state_dict(state)
         self._matched_states = []
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._loss_before = trainer.callback_metrics.get(self.monitor)
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        is_due = is_auto(self.epsilon) or self.monitor in trainer.callback_metrics
-        if self._matched and is_due and trainer.state.fn == "fit" and not trainer.sanity_checking:
-            loss = validation_loss(trainer.callback_metrics, self.monitor)
+        metrics = trainer.callback_metrics  # with those of earlier validations, if this one did not log them
+        is_new = self.monitor in metrics and metrics[self.monitor] is not self._loss_before
+        is_missing = is_auto(self.epsilon) and self.monitor not in metrics
+        if self._matched and (is_new or is_missing) and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            loss = validation_loss(metrics, self.monitor)
             for matched in self._matched:
                 matched.step(loss)
 

@@ -88,6 +88,25 @@ def test_all_begin_with_the_same_weights_and_see_the_same_batches() -> None:
     assert not torch.equal(epochs[0], epochs[1])
 
 
+def test_an_automatic_radius_of_the_users_is_compared_as_one_or_refused() -> None:
+    def automatic(made: dict[str, Any]) -> flatmin.AMP:
+        return flatmin.AMP(made["optimizer"], epsilon="auto", model=made["model"])
+
+    data = {"radius_data": [(X[64:80], Y[64:80])], "held_out": [(X[80:], Y[80:])]}
+    with pytest.raises(
+        ValueError, match=r"an AMP with epsilon=\"auto\".* but no such data: return them as 'radius_data'"
+    ):
+        compare(Own(optimizer=automatic), radii=None)
+    with pytest.raises(ValueError, match="between epochs, but 1 are too few for that"):
+        compare(Own(optimizer=automatic, epochs=1, **data), radii=None)
+    found = compare(Own(optimizer=automatic, **data), radii=None)
+    assert [contender.key for contender in found.contenders] == [
+        *(PLAIN, LONGER),
+        *("amp-0.03", "amp-0.1", "amp-0.3", "amp-auto"),
+    ]
+    compare(Own(optimizer=automatic))  # with radii of the user's choice
+
+
 def test_it_says_on_which_device() -> None:
     assert compare(Own()).device == torch.device("cpu")
 

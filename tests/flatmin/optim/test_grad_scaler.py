@@ -222,6 +222,7 @@ def test_with_epsilon_zero_scaler_step_needs_no_blocks(make_base: MakeBase, unsc
             scales.step(stepped)
             scales.update()
         assert bool(optimizer.last.skipped) == overflow
+        assert optimizer.last.epsilon == 0.0
         assert same(plain.weights(), wrapped.weights())
     assert scaler.get_scale() == base_scaler.get_scale() == 2.0**11
 

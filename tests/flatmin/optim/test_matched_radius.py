@@ -260,6 +260,21 @@ def test_a_group_that_is_added_after_a_move_shares_the_ball(how: str) -> None:
     assert bowl.radius.radii == pytest.approx([0.001, 0.001])  # the least is the same for both
 
 
+def test_beside_a_scheduler_over_a_prepared_optimizer_a_new_group_shares_the_ball() -> None:
+    bowl = Bowl("auto")
+    prepared = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)  # stands for Accelerate's
+    prepared.optimizer = bowl.optimizer  # type: ignore[attr-defined]
+    prepared.param_groups = bowl.optimizer.param_groups
+    scheduler = flatmin.RadiusScheduler(prepared, 10, start=0.0)
+    radius = flatmin.MatchedRadius(bowl.optimizer, scheduler=scheduler)
+    with pytest.raises(ValueError, match="belong to the same optimizer"):
+        flatmin.MatchedRadius(Bowl("auto").optimizer, scheduler=scheduler)
+    bowl.steps()
+    radius.step(1e6)
+    bowl.optimizer.add_param_group(new_group())
+    assert scheduler.get_last_radius() == pytest.approx([0.3, 0.3])
+
+
 def test_groups_with_balls_of_their_own_are_added_with_the_first_radius() -> None:
     bowl = Bowl(0.1, ball="group")
     bowl.steps()

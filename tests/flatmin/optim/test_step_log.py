@@ -137,6 +137,17 @@ def test_epsilon_is_that_of_a_group_that_is_perturbed() -> None:
     assert (lines[0][1]["epsilon"], lines[0][1]["lr"]) == (0.2, 0.1)
 
 
+def test_epsilon_is_that_of_the_last_step_of_a_line() -> None:
+    _, optimizer, step = training()
+    lines = Lines()
+    with flatmin.StepLog(optimizer, lines, every=2):
+        for epsilon in (0.1, 0.2):
+            optimizer.param_groups[0]["epsilon"] = epsilon
+            step(batches(1)[0])
+            optimizer.param_groups[0]["epsilon"] = 0.7  # for the next step
+    assert [numbers["epsilon"] for _, numbers in lines] == [0.2]
+
+
 def test_fewer_steps_a_line_may_be_asked_for_later() -> None:
     lines = Lines()
     _, optimizer, step = training()

@@ -401,6 +401,24 @@ def test_a_training_without_a_validation_says_that_nothing_was_adjusted() -> Non
         validated(Validated(), FlatMinima(epsilon="auto"), check_val_every_n_epoch=10)
 
 
+@pytest.mark.parametrize("logged", [(0,), (0, 2)])
+def test_a_validation_that_does_not_log_the_loss_does_not_use_an_earlier_one(logged: tuple[int, ...]) -> None:
+    class Sometimes(Validated):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if self.current_epoch in logged:
+                super().validation_step(batch, batch_idx)
+
+    callback = FlatMinima(epsilon="auto")
+    calls: list[int] = []
+
+    class Counts(on_lightning.pl.Callback):  # type: ignore[name-defined, misc]
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            calls.append(callback._matched[0].calls)
+
+    validated(Sometimes("dropout"), callback, Counts(), max_epochs=4)
+    assert calls == [sum(at <= epoch for at in logged) for epoch in range(4)]
+
+
 @pytest.mark.parametrize("monitor", ["val_loss", "another"])
 def test_an_automatic_radius_that_the_module_configures_is_matched_if_its_loss_is_reported(monitor: str) -> None:
     class Configured(Validated):
