@@ -4,6 +4,7 @@
 
     constant      the top rate
     multi_step    divided by ten after half and after three quarters (the paper: after epochs 100 and 150 of 200)
+    linear        1 − t, down to 0
     cosine        ½(1 + cos πt), down to 0
     one_cycle     up by a cosine over the first 30 %, from 1/25, then down to 1/250,000
 
@@ -27,6 +28,10 @@ def multi_step(step: int, steps: int, *, milestones: Sequence[float] = (0.5, 0.7
     return float(gamma ** sum(step >= round(milestone * steps) for milestone in milestones))
 
 
+def linear(step: int, steps: int) -> float:
+    return 1 - step / steps
+
+
 def cosine(step: int, steps: int) -> float:
     return (1 + math.cos(math.pi * step / steps)) / 2
 
@@ -46,6 +51,7 @@ def _cosine_between(begin: float, end: float, share: float) -> float:
 SCHEDULES: dict[str, Callable[..., float]] = {
     "constant": constant,
     "multi_step": multi_step,
+    "linear": linear,
     "cosine": cosine,
     "one_cycle": one_cycle,
 }

@@ -33,7 +33,7 @@ def test_what_is_tried_is_tried_on_held_out_images_with_both_methods() -> None:
     tried = [recipe for recipe in of("best", "short") if recipe.validation]
     erm = tried[0]
     changes = {frozenset(differences(recipe, erm)) for recipe in tried if recipe.method == "erm"}
-    alone = ((), ("weight_decay",), ("batch_size", "lr"), ("ema",), ("exempt_norms",))
+    alone = ((), ("weight_decay",), ("batch_size", "lr"), ("schedule",), ("ema",), ("exempt_norms",))
     assert changes == {frozenset(own) for own in (*alone, ("optimizer", "lr", "weight_decay"))}
     of_amp = {
         frozenset(differences(recipe, erm) - {"method", "settings"}) for recipe in tried if recipe.method == "amp"

@@ -99,7 +99,7 @@ def test_differences_are_named_with_both_values() -> None:
         {"model_settings": {"dropout": 0.5}},
         {"ema": 1.0},
         {"method": "sam"},
-        {"schedule": "linear"},
+        {"schedule": "exponential"},
         {"precision": "fp8"},
         {"augment": "crop"},
         {"normalise": (0.5, 0.0)},

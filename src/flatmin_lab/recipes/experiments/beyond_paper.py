@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from flatmin_lab.methods import AUTO
 from flatmin_lab.recipes.experiments.experiment import RESNET, Experiment, Measurement, cell, experiment_of
 from flatmin_lab.recipes.protocols import PROTOCOLS, Protocol
 from flatmin_lab.recipes.recipe import Recipe
@@ -22,6 +23,7 @@ TRIED_RADIUS = 0.1  # of AMP with one of these changes
 BEST_TRIES: dict[str, dict[str, Any]] = {  # changes to the recipe below, one at a time
     "decay-1e-3": {"weight_decay": 1e-3},
     "batch-50": {"batch_size": 50, "lr": 0.05},
+    "linear": {"schedule": "linear"},
     "ema": {"ema": 0.999},
     "exempt-norms": {"exempt_norms": True},
     "muon": {"optimizer": "muon", "lr": 0.02, "weight_decay": 0.005},
@@ -71,6 +73,8 @@ def best(protocol: Protocol) -> Experiment:
         named, chosen = f"radius-{TRIED_RADIUS}", {"epsilon": TRIED_RADIUS}
         for start in (0.5, 0.75):
             recipes.append(held_out("amp", f"{named}-start-{start}", {**chosen, "start": start}))
+        recipes.append(held_out("amp", "auto", {"epsilon": AUTO}))
+        recipes.append(held_out("amp", "auto-start-0.75", {"epsilon": AUTO, "start": 0.75}))
         for beside in ("label_smoothing", "mixup"):
             recipes.append(held_out("amp", f"{named}-{beside}", {**chosen, "regulariser": beside}))
         recipes += [held_out("amp", f"{named}-{name}", chosen, **changes) for name, changes in BEST_TRIES.items()]

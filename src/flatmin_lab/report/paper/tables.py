@@ -49,6 +49,7 @@ USUAL_SETTINGS = ("ball", "inner_lr")  # the same in all rows of AMP that follow
 DIFFERENCES: dict[str, Callable[[Any], str]] = {
     **EXCEPTIONS,
     "batch_size": lambda size: f"batches of {size}",
+    "schedule": lambda name: f"schedule {name}",
     "lr": lambda rate: f"rate {rate:g}",
     "optimizer": lambda name: name,
     "exempt_norms": lambda _: "norms exempt from decay",
