@@ -89,6 +89,8 @@ def _kernels(events: Sequence[Any], device: torch.device) -> tuple[Counter[str],
     for event in events:
         if device.type == "cuda" and event.device_type != DeviceType.CUDA:
             continue
+        if "#" in event.name:  # torch's mark around an optimizer's step, which is no kernel
+            continue
         times[event.name] += event.time_range.elapsed_us() if device.type == "cuda" else event.self_cpu_time_total
         launches[event.name] += 1
     return times, launches
