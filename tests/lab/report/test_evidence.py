@@ -272,8 +272,10 @@ def test_claims_plans_failures_and_costs_are_told(page: str) -> None:
     assert "are not done yet" not in text  # one failed, three are done
     assert "the loss of step 9 is nan <b>" in text
     assert "<b>" not in page
-    assert "200 epochs of CIFAR-10 (protocol “paper”) 1.41 2.65 1.88 0.08 0.15 1.88" in text
-    assert "the paper, V100, 200 epochs 2.4 4.2 1.8" in text
+    assert "200 epochs of CIFAR-10, protocol “paper”, bf16 form not recorded 1.41 2.65 1.88 0.08 0.15 1.88" in text
+    assert (
+        "The paper, V100: training for 200 epochs of CIFAR-10, PreActResNet18 form of the step not stated 2.4" in text
+    )
     assert "left out" not in text
 
 

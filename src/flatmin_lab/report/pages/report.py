@@ -11,7 +11,6 @@ import torch
 from markupsafe import Markup
 
 import flatmin
-from flatmin_lab.bench.amp_cost import BLOCKS
 from flatmin_lab.data.sources import spiral
 from flatmin_lab.methods import NOT_IN_PAPER, resolve_settings
 from flatmin_lab.recipes import paper_numbers
@@ -96,7 +95,6 @@ def report_page(found: LoadedResults) -> str:
         format_p=format_p,
         titles=TITLES,
         paper_cost=paper_numbers,
-        cost_blocks=BLOCKS,
     )
 
 
