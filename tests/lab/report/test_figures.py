@@ -59,7 +59,9 @@ FIGURES: dict[str, Callable[[], DrawnFigure]] = {
     "6": boundaries,
     "9": figures.kinked_losses,
     "penalty": figures.gradient_penalty,
-    "ece": lambda: figures.bars("ECE", {method: [1.0, 2.0, 3.0] for method in METHODS}, paper={"amp": 1.25}),
+    "ece": lambda: figures.bars(
+        "ECE", {method: [1.0, 2.0, 3.0] for method in METHODS}, paper={"amp": 1.25}, best_epoch={"amp": 1.3}
+    ),
     "sweep": sweep,
     "curves": lambda: figures.curves("test NLL", {"erm": [1.0, 0.5], "amp": [0.9, 0.4]}, count={"erm": 3, "amp": 5}),
     "contours": lambda: figures.contours(AXIS, AXIS, {"ERM": plane(3), "AMP": plane(1)}),
@@ -163,6 +165,18 @@ def test_a_long_title_of_a_small_figure_is_whole() -> None:
     assert " ".join(title.get_text().split()) == name
     assert title.get_window_extent().x1 <= figure.bbox.x1
     assert title.get_window_extent().y1 <= figure.bbox.y1
+
+
+def test_the_papers_diamond_stands_beside_ours_and_alone_where_we_have_none() -> None:
+    values = {"erm": [3.0, 3.2], "amp": [1.4, 1.5]}
+    drawn = figures.bars("ECE", values, paper={"erm": 3.36, "amp": 1.25}, best_epoch={"erm": 3.3})
+    marks = {
+        (line.get_mfc() == "none", *line.get_xydata()[0])
+        for line in drawn.figure.axes[0].lines
+        if line.get_marker() == "D"
+    }
+    assert marks == {(True, 0.15, 3.36), (False, -0.15, 3.3), (True, 1.0, 1.25)}
+    assert (drawn.data["paper"], drawn.data["best_epoch"]) == ({"erm": 3.36, "amp": 1.25}, {"erm": 3.3})
 
 
 @pytest.mark.parametrize("value", [0.0, 5e-324])

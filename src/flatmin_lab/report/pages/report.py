@@ -327,8 +327,9 @@ def _bars(group: Group) -> dict[str, DrawnFigure]:
         rows = _one_a_method(group, _has_values(name))
         values = {row.method: row.cells[name].values for row in rows}
         theirs = {row.method: cell.mean for row in rows if (cell := row.cells[name].paper)}
+        ours = {row.method: mean(cell) for row in rows if (cell := row.cells[name].best_epoch)}
         if values:
-            drawn[name] = figures.bars(title, values, paper=theirs)
+            drawn[name] = figures.bars(title, values, paper=theirs, best_epoch=ours)
     return drawn
 
 
