@@ -109,6 +109,11 @@ class Group:
         return any(cell.paper for row in self.rows for cell in row.cells.values())
 
     @property
+    def is_tested(self) -> bool:
+        """Whether any cell has a p-value."""
+        return any(cell.p is not None for row in self.rows for cell in row.cells.values())
+
+    @property
     def family_name(self) -> str:
         return split_name(_recipe_of(self.rows[0]))[0]
 

@@ -299,6 +299,20 @@ def test_what_was_done_otherwise_follows_the_files(page: str, results: Path, tmp
     assert "JPEG copies" not in alone
 
 
+def test_p_values_of_no_family_are_said_to_be_uncorrected(page: str, tmp_path: Path) -> None:
+    """Those of the paper's tables have a family; of the transformer's, only those with enough runs have any p."""
+    said = "belong to no fixed family of comparisons"
+    assert said not in text_of(page)
+    recipes = [one for one in EXPERIMENTS["vit"]("short").recipes if one.method in ("erm", "amp")][:2]
+    for seeds, is_said in ((1, False), (3, True)):
+        for recipe, error in zip(recipes, (0.20, 0.18), strict=True):
+            for seed in range(seeds):
+                write_result(tmp_path, recipe, seed, error + 0.001 * seed, data_sha256="same")
+        text = text_of(report_page(load_results([tmp_path])))
+        assert (said in text) == is_said
+        assert ("uncorrected for the number of measures and settings" in text) == is_said
+
+
 def test_runs_of_one_s_own_have_no_such_part(tmp_path: Path) -> None:
     recipe = cell("paper", "cifar10", "preactresnet18", "erm")
     write_result(tmp_path, replace(recipe, name="mine"), 0, 0.05)
