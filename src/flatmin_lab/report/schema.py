@@ -171,7 +171,7 @@ def _selective(found: Any) -> None:
 
 
 def _outside(found: Any) -> None:
-    """By outside data set and score, AUROC and FPR95."""
+    """By outside data set and score, AUROC, FPR95 and, in newer files, the ROC curve."""
     _object(found, "outside")
     for name, detected in found.items():
         _object(detected, name)
@@ -181,6 +181,13 @@ def _outside(found: Any) -> None:
             _object(detected.get(score), score)
             for part in ("auroc", "fpr95"):
                 _check(detected[score], part, is_share, "a share from 0 to 1")
+            if "roc" in detected[score]:
+                _check(detected[score], "roc", _is_roc, "at least two shares from 0 to 1 that do not fall")
+
+
+def _is_roc(values: Any) -> bool:
+    """The TPR over equal steps of the FPR."""
+    return isinstance(values, list) and len(values) > 1 and all(map(is_share, values)) and values == sorted(values)
 
 
 def _batch_rise(found: Any) -> None:
