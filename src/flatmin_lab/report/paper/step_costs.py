@@ -16,7 +16,7 @@ METHODS = ("erm", "amp")
 FORMS = {
     CAPTURED: "one CUDA graph, compiled",
     GRAPH: "one CUDA graph, not compiled",
-    EAGER: "plain PyTorch (eager): no CUDA graph, not compiled",
+    EAGER: "plain PyTorch (eager)",
 }
 
 
