@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from flatmin_lab.bench.mode_cost import CAPTURED, EAGER, GRAPH
 from flatmin_lab.bench.time_estimate import Pace, endless_run, estimate_seconds, seconds_per_evaluation, take_steps
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.recipes.recipe import Recipe
@@ -47,6 +48,7 @@ def measure_cost(
             / 3600,
         }
     first = next(iter(recipes.values()))
-    known = {"data": first.data, "model": first.model, "epochs": first.epochs, "precision": first.precision}
+    known = {name: getattr(first, name) for name in ("data", "model", "epochs", "batch_size", "precision")}
+    known["form"] = EAGER if device.type != "cuda" else CAPTURED if first.compile else GRAPH
     ratio = found["amp"]["ms"] / found["erm"]["ms"]
     return {**known, "methods": found, "ratio": ratio, "blocks": BLOCKS, "steps": steps, **facts(device)}

@@ -14,7 +14,8 @@ from flatmin_lab.bench.time_estimate import kinds_of_steps
 from flatmin_lab.methods import resolve_settings
 from flatmin_lab.recipes.recipe import Recipe
 
-CAPTURED, EAGER = "compiled", "eager"  # the forms: as the laboratory trains on a GPU, and plain PyTorch
+# the forms: as the laboratory trains on a GPU, the same without torch.compile, and plain PyTorch
+CAPTURED, GRAPH, EAGER = "compiled", "graph", "eager"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from flatmin_lab.system.json_data import number, numbers
 from flatmin_lab.training.evaluation import logits_of
 
 CONFIDENCE_LEVEL, BOOTSTRAP_SAMPLES = 0.95, 1000  # of the intervals
-CURVE_POINTS = 100  # of a risk-coverage curve in a file
+CURVE_POINTS = 100  # of a risk-coverage curve or a ROC curve in a file
 TPR = 0.95
 
 
@@ -45,7 +45,7 @@ def risk_over_coverage(logits: Tensor, labels: Tensor) -> dict[str, Any]:
 
 
 def detection(subject: Subject, inside: Tensor, outside: OutsideData) -> dict[str, Any]:
-    """AUROC and the FPR at 95 % TPR with intervals, for each score; `inside` are the logits of the test set."""
+    """AUROC and the FPR at 95 % TPR with intervals, and the ROC curve, by score; `inside` are the test set's logits."""
     logits = logits_of(subject.model, outside.split, subject.normalise)
     assert logits is not None
     near, far = _scores(inside), _scores(logits)
@@ -55,7 +55,32 @@ def detection(subject: Subject, inside: Tensor, outside: OutsideData) -> dict[st
         for column, name in enumerate(values):
             value, low, high = (number(end[row, column]) for end in found)
             values[name] |= {kind: value, f"{kind}_interval": [low, high]}
+    for column, name in enumerate(values):
+        values[name]["roc"] = numbers(roc_curve(near[:, column], far[:, column]))
     return {"pictures": len(logits), "sha256": outside.checksum, "converted_from": outside.converted_from, **values}
+
+
+def roc_curve(inside: Tensor, outside: Tensor, *, points: int = CURVE_POINTS) -> Tensor:
+    """The TPR at each hundredth of the FPR from 0 to 1, the highest where several thresholds have that FPR.
+
+    Between the FPRs of two thresholds the curve is straight, as scores that tie count one half: the area is the AUROC.
+
+    >>> roc_curve(torch.tensor([0.9, 0.6]), torch.tensor([0.6, 0.5]), points=4).tolist()
+    [0.5, 0.75, 1.0, 1.0, 1.0]
+    """
+    thresholds = torch.cat([inside, outside]).unique().flip(0)
+    near, far = (_accepted(scores, thresholds) for scores in (inside, outside))
+    wanted = torch.arange(points + 1, device=far.device) * len(outside)  # whole numbers, over points · M
+    place = torch.searchsorted(points * far, wanted, right=True) - 1
+    after = (place + 1).clamp(max=len(far) - 1)
+    share = (wanted - points * far[place]) / (points * (far[after] - far[place])).clamp(min=1)
+    return (near[place] + share * (near[after] - near[place])) / len(inside)
+
+
+def _accepted(scores: Tensor, thresholds: Tensor) -> Tensor:
+    """How many are accepted by no threshold, and by each one, the highest first."""
+    above = len(scores) - torch.searchsorted(scores.sort().values, thresholds)
+    return torch.cat([above.new_zeros(1), above])
 
 
 def _scores(logits: Tensor) -> Tensor:

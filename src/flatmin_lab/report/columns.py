@@ -216,6 +216,9 @@ def column_named(name: str) -> Column:
     return next(column for column in (*COLUMNS, *PAPER_COLUMNS) if column.name == name)
 
 
+BEST_EPOCH_MEASURES = ("error", "nll", "ece")  # that curves have, and the paper reports at that epoch
+
+
 def at_best_epoch(run: Run, column: Column) -> float | None:
     """The value at the epoch with the lowest test error, among equals the one with the lowest NLL.
 
@@ -225,7 +228,7 @@ def at_best_epoch(run: Run, column: Column) -> float | None:
     known = [
         line for line in run.lines if all(line.get(f"{run.split}_{name}") is not None for name in ("error", "nll"))
     ]
-    if column.name not in ("error", "nll", "ece") or is_smoothed(column, run.method) or not known:
+    if column.name not in BEST_EPOCH_MEASURES or is_smoothed(column, run.method) or not known:
         return None
     best = min(known, key=lambda line: (line[f"{run.split}_error"], line[f"{run.split}_nll"]))
     value = best.get(f"{run.split}_{column.name}")

@@ -19,7 +19,7 @@ from flatmin_lab.recipes.protocols import PAPER_LENGTH
 from flatmin_lab.recipes.recipe import LATER_FIELDS
 from flatmin_lab.recipes.user_files import FIELDS
 from flatmin_lab.report import suggested_commands
-from flatmin_lab.report.columns import COLUMNS, Column, is_smoothed
+from flatmin_lab.report.columns import BEST_EPOCH_MEASURES, COLUMNS, Column, at_best_epoch, is_smoothed
 from flatmin_lab.report.figures.style import NAMES
 from flatmin_lab.report.labels import SIGNS, TITLES
 from flatmin_lab.report.loader import Run
@@ -51,6 +51,7 @@ class Cell:
     p: float | None = None  # against ERM, corrected
     better: bool | None = None  # than ERM; None if not significant
     paper: Value | None = None
+    best_epoch: list[float] = field(default_factory=list)  # ours, which the paper's is comparable with
     planned: bool = True  # whether it was to be tested
     of_last_weights: bool = False  # in a row of averaged weights
 
@@ -106,6 +107,11 @@ class Group:
     def beside_paper(self) -> bool:
         """Whether the paper has a number for any cell."""
         return any(cell.paper for row in self.rows for cell in row.cells.values())
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether any cell has a p-value."""
+        return any(cell.p is not None for row in self.rows for cell in row.cells.values())
 
     @property
     def family_name(self) -> str:
@@ -321,13 +327,26 @@ def _with_cells(
             measured_differently = any(
                 suggested_commands.MEASURED_DIFFERENTLY in run.evaluation.get(column.part, {}) for run in lacking
             )
-            paper = None if is_smoothed(column, row.method) else _paper_values(setting, row).get(column.paper)
+            paper, best_epoch = _beside_paper(setting, row, column)
             planned = is_pair_planned(families, column.name, (_recipe_of(row), _recipe_of(rows[0])))
             of_last = row.is_averaged and column.is_of_last_weights
             cells[place][column.name] = Cell(
-                values[place], missing, measured_differently, p, better, paper, planned, of_last
+                values[place], missing, measured_differently, p, better, paper, best_epoch, planned, of_last
             )
     return [replace(row, cells=cells[place]) for place, row in enumerate(rows)]
+
+
+def _beside_paper(setting: Mapping[str, Any], row: Row, column: Column) -> tuple[Value | None, list[float]]:
+    """The paper's value, and ours at the best test epoch, which the paper reports; no value of its where ours has none.
+
+    At which epoch the paper measured attacks is not known: their values have none of ours beside them. The paper has
+    no averaged weights.
+    """
+    paper = None if is_smoothed(column, row.method) else _paper_values(setting, row).get(column.paper)
+    if paper is None or column.name not in BEST_EPOCH_MEASURES:
+        return paper, []
+    known = [] if row.is_averaged else [v for run in row.runs if (v := at_best_epoch(run, column)) is not None]
+    return (paper, known) if known else (None, [])
 
 
 def _paper_values(setting: Mapping[str, Any], row: Row) -> Mapping[str, Value]:

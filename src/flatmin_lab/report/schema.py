@@ -171,7 +171,7 @@ def _selective(found: Any) -> None:
 
 
 def _outside(found: Any) -> None:
-    """By outside data set and score, AUROC and FPR95."""
+    """By outside data set and score, AUROC, FPR95 and, in newer files, the ROC curve."""
     _object(found, "outside")
     for name, detected in found.items():
         _object(detected, name)
@@ -181,6 +181,13 @@ def _outside(found: Any) -> None:
             _object(detected.get(score), score)
             for part in ("auroc", "fpr95"):
                 _check(detected[score], part, is_share, "a share from 0 to 1")
+            if "roc" in detected[score]:
+                _check(detected[score], "roc", _is_roc, "at least two shares from 0 to 1 that do not fall")
+
+
+def _is_roc(values: Any) -> bool:
+    """The TPR over equal steps of the FPR."""
+    return isinstance(values, list) and len(values) > 1 and all(map(is_share, values)) and values == sorted(values)
 
 
 def _batch_rise(found: Any) -> None:
@@ -279,6 +286,9 @@ def cost(found: dict[str, Any]) -> dict[str, Any]:
         _check(found, name, lambda value: isinstance(value, str), "a name")
     _check(found, "epochs", is_count, "a whole number above 0")
     _check(found, "ratio", is_number, "a number")
+    for name in ("model", "form", "torch", "commit"):
+        _check({name: "", **found}, name, lambda value: isinstance(value, str), "a name")
+    _check({"batch_size": 1, **found}, "batch_size", is_count, "a whole number above 0")
     methods = found.get("methods")
     _object(methods, "methods")
     for method in ("erm", "amp"):

@@ -1,6 +1,7 @@
 """What is said of a model's confidence is what the library measures of its logits, in float64."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from flatmin import metrics
 from flatmin_lab.data.dataset import Split
 from flatmin_lab.data.outside import OutsideData
 from flatmin_lab.evaluation import measurements
-from flatmin_lab.evaluation.confidence import detection, risk_over_coverage
+from flatmin_lab.evaluation.confidence import detection, risk_over_coverage, roc_curve
 from flatmin_lab.evaluation.subject import Subject, user_subject
 from tests.support.small_runs import tiny_data
 
@@ -68,9 +69,36 @@ def test_detection_compares_the_scores_of_both_sets(subject: Subject) -> None:
         pair = score(inside.double()), score(logits.double())
         assert found[name]["auroc"] == pytest.approx(metrics.auroc(*pair).item(), abs=1e-6)
         assert found[name]["fpr95"] == pytest.approx(metrics.fpr_at_tpr(*pair).item(), abs=1e-6)
+        curve = roc_curve(*pair)
+        assert found[name]["roc"] == pytest.approx(curve.tolist(), abs=1e-6)
+        assert (len(curve), curve[-1].item()) == (101, 1.0)
         for part in ("auroc", "fpr95"):
             low, high = found[name][f"{part}_interval"]
             assert 0 <= low <= found[name][part] <= high <= 1
+
+
+def by_brute_force(inside: list[float], outside: list[float], wanted: Fraction) -> Fraction:
+    """The highest TPR at this FPR; else on the line between the nearest thresholds below and above."""
+    points = [(Fraction(0), Fraction(0))]
+    for threshold in sorted({*inside, *outside}, reverse=True):
+        far, near = (Fraction(sum(x >= threshold for x in side), len(side)) for side in (outside, inside))
+        points.append((far, near))
+    if at := [near for far, near in points if far == wanted]:
+        return max(at)
+    (x, y), (right, top) = max(p for p in points if p[0] < wanted), min(p for p in points if p[0] > wanted)
+    return y + (top - y) * (wanted - x) / (right - x)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (4, 5), (7, 3), (12, 20)])
+@pytest.mark.parametrize("levels", [1, 2, 5, 1000])  # few levels: many ties
+def test_the_roc_curve_is_that_of_all_thresholds(sizes: tuple[int, int], levels: int) -> None:
+    generator = torch.Generator().manual_seed(levels)
+    inside, outside = (torch.randint(0, levels, (size,), generator=generator).double() / levels for size in sizes)
+    found = roc_curve(inside, outside, points=12)
+    expected = [by_brute_force(inside.tolist(), outside.tolist(), Fraction(k, 12)) for k in range(13)]
+    assert found.tolist() == pytest.approx([float(one) for one in expected], abs=1e-6)
+    fine = roc_curve(inside.float(), outside.float(), points=20_000)  # its area is the AUROC
+    assert fine.mean().item() == pytest.approx(metrics.auroc(inside, outside).item(), abs=1e-3)
 
 
 def test_outside_data_without_probabilities_are_named(subject: Subject) -> None:

@@ -60,6 +60,19 @@ def test_the_curve_is_the_mean_over_the_seeds(measured: Path) -> None:
     assert "mixup" not in drawn
 
 
+def test_the_roc_curve_is_the_mean_over_the_seeds_that_recorded_one(measured: Path) -> None:
+    assert "ROC curve" not in text_of(page_of(measured))  # older files
+    for seed, rate in ((0, 0.6), (1, 0.8)):
+        known = {"auroc": 0.9, "fpr95": 0.1, "roc": [0.2, rate, 1.0]}
+        found = evaluation(outside=outside(0.9, max_probability=known))
+        (measured / f"amp-{seed}" / "evaluation.json").write_text(json.dumps(found))
+    page = page_of(measured)
+    (link,) = re.findall(r'download="[^"]*roc-svhn.json" href="data:[^,]*,([^"]+)"', page)
+    assert json.loads(base64.b64decode(link)) == {"amp": pytest.approx([0.2, 0.7, 1.0])}
+    assert "The ROC curve by the largest probability" in text_of(page)
+    assert "told apart from SVHN (n\u00a0=\u00a02)" in page
+
+
 def test_other_data_of_the_same_name_are_left_out(measured: Path) -> None:
     odd = evaluation(outside=outside(0.1, sha256="cd"))
     (measured / "erm-0" / "evaluation.json").write_text(json.dumps(odd))
@@ -95,6 +108,9 @@ def test_adaptive_flatness_has_a_column_where_some_run_has_it(tmp_path: Path) ->
         {"outside": {"svhn": {"pictures": 0}}},
         {"outside": {"svhn": []}},
         {"outside": outside(0.5, max_probability={"auroc": 7})},
+        {"outside": outside(0.5, max_probability={"auroc": 0.5, "fpr95": 0.5, "roc": [0.0, 0.9, 0.8, 1.0]})},
+        {"outside": outside(0.5, max_probability={"auroc": 0.5, "fpr95": 0.5, "roc": [1.0]})},
+        {"outside": outside(0.5, max_probability={"auroc": 0.5, "fpr95": 0.5, "roc": [0.0, "x"]})},
         {"outside": outside(0.5, sha256=3)},  # type: ignore[arg-type]
     ],
     ids=str,

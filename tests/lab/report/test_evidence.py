@@ -272,8 +272,10 @@ def test_claims_plans_failures_and_costs_are_told(page: str) -> None:
     assert "are not done yet" not in text  # one failed, three are done
     assert "the loss of step 9 is nan <b>" in text
     assert "<b>" not in page
-    assert "200 epochs of CIFAR-10 (protocol “paper”) 1.41 2.65 1.88 0.08 0.15 1.88" in text
-    assert "the paper, V100, 200 epochs 2.4 4.2 1.8" in text
+    assert "200 epochs of CIFAR-10, protocol “paper”, bf16 form not recorded 1.41 2.65 1.88 0.08 0.15 1.88" in text
+    assert (
+        "The paper, V100: training for 200 epochs of CIFAR-10, PreActResNet18 form of the step not stated 2.4" in text
+    )
     assert "left out" not in text
 
 
@@ -295,6 +297,20 @@ def test_what_was_done_otherwise_follows_the_files(page: str, results: Path, tmp
     alone = text_of(report_page(load_results([only])))
     assert "60 epochs instead of 200" not in alone
     assert "JPEG copies" not in alone
+
+
+def test_p_values_of_no_family_are_said_to_be_uncorrected(page: str, tmp_path: Path) -> None:
+    """Those of the paper's tables have a family; of the transformer's, only those with enough runs have any p."""
+    said = "belong to no fixed family of comparisons"
+    assert said not in text_of(page)
+    recipes = [one for one in EXPERIMENTS["vit"]("short").recipes if one.method in ("erm", "amp")][:2]
+    for seeds, is_said in ((1, False), (3, True)):
+        for recipe, error in zip(recipes, (0.20, 0.18), strict=True):
+            for seed in range(seeds):
+                write_result(tmp_path, recipe, seed, error + 0.001 * seed, data_sha256="same")
+        text = text_of(report_page(load_results([tmp_path])))
+        assert (said in text) == is_said
+        assert ("uncorrected for the number of measures and settings" in text) == is_said
 
 
 def test_runs_of_one_s_own_have_no_such_part(tmp_path: Path) -> None:

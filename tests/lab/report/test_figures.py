@@ -59,7 +59,9 @@ FIGURES: dict[str, Callable[[], DrawnFigure]] = {
     "6": boundaries,
     "9": figures.kinked_losses,
     "penalty": figures.gradient_penalty,
-    "ece": lambda: figures.bars("ECE", {method: [1.0, 2.0, 3.0] for method in METHODS}, paper={"amp": 1.25}),
+    "ece": lambda: figures.bars(
+        "ECE", {method: [1.0, 2.0, 3.0] for method in METHODS}, paper={"amp": 1.25}, best_epoch={"amp": 1.3}
+    ),
     "sweep": sweep,
     "curves": lambda: figures.curves("test NLL", {"erm": [1.0, 0.5], "amp": [0.9, 0.4]}, count={"erm": 3, "amp": 5}),
     "contours": lambda: figures.contours(AXIS, AXIS, {"ERM": plane(3), "AMP": plane(1)}),
@@ -67,6 +69,7 @@ FIGURES: dict[str, Callable[[], DrawnFigure]] = {
     "spectrum": spectrum,
     "between": between,
     "risk": lambda: figures.risk_over_coverage({m: figures.RiskCurve([0.5, 1.0], [0.0, 0.1]) for m in ("erm", "amp")}),
+    "roc": lambda: figures.roc("SVHN", {"erm": [0.0, 0.7, 1.0], "amp": [0.1, 0.8, 1.0]}, count={"erm": 3, "amp": 5}),
     "reliability": lambda: figures.reliability_diagram("AMP", BINS, method="amp"),
 }
 
@@ -86,7 +89,7 @@ def test_a_figure_is_drawn_with_numbers_names_and_words(name: str) -> None:
     assert "#010203" not in text
 
 
-@pytest.mark.parametrize("name", ["2", "4", "9", "curves", "sweep", "1", "penalty", "spectrum"])
+@pytest.mark.parametrize("name", ["2", "4", "9", "curves", "sweep", "1", "penalty", "spectrum", "roc"])
 def test_the_axes_of_curves_are_named(name: str) -> None:
     drawn = FIGURES[name]()
     for axes in drawn.figure.axes:
@@ -163,6 +166,15 @@ def test_a_long_title_of_a_small_figure_is_whole() -> None:
     assert " ".join(title.get_text().split()) == name
     assert title.get_window_extent().x1 <= figure.bbox.x1
     assert title.get_window_extent().y1 <= figure.bbox.y1
+
+
+def test_the_papers_diamond_stands_beside_ours_and_alone_where_we_have_none() -> None:
+    values = {"erm": [3.0, 3.2], "amp": [1.4, 1.5]}
+    drawn = figures.bars("ECE", values, paper={"erm": 3.36, "amp": 1.25}, best_epoch={"erm": 3.3})
+    diamonds = [line for line in drawn.figure.axes[0].lines if line.get_marker() == "D"]
+    marks = {(line.get_markerfacecolor() == "none", *line.get_xydata().tolist()[0]) for line in diamonds}  # type: ignore[union-attr]
+    assert marks == {(True, 0.15, 3.36), (False, -0.15, 3.3), (True, 1.0, 1.25)}
+    assert (drawn.data["paper"], drawn.data["best_epoch"]) == ({"erm": 3.36, "amp": 1.25}, {"erm": 3.3})
 
 
 @pytest.mark.parametrize("value", [0.0, 5e-324])

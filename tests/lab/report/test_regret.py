@@ -46,6 +46,7 @@ def test_it_is_the_way_from_the_best_fixed_radius_back_to_erm(tmp_path: Path) ->
     said = text_of(report_page(load_results([tmp_path])))
     assert "What a radius that adjusts itself loses: protocol “short”" in said
     assert "of the gain of AMP (ε 0.12), n = 2" in said
+    assert "Intervals and clear gains are uncorrected" in said
 
 
 def test_the_mean_is_that_of_the_sets_with_a_gain(tmp_path: Path) -> None:

@@ -116,11 +116,32 @@ def test_groups_of_one_network_are_told_apart_by_their_titles(tmp_path: Path) ->
 
 def test_the_papers_values_stand_beside_ours(whole: str) -> None:
     shown = text_of(whole)
-    assert "paper 3.97 ± 0.09" in shown  # AMP's error
-    assert "paper 0.239 ± 0.009" in shown  # ERM's NLL
-    assert "paper 1.25" in shown  # AMP's ECE
+    assert "best epoch 4.00 ± 0.08, paper 3.97 ± 0.09" in shown  # AMP's error
+    assert "best epoch 1.000 ± 0.000, paper 0.239 ± 0.009" in shown  # ERM's NLL
+    assert "best epoch 3.00 ± 0.00, paper 1.25" in shown  # AMP's ECE
     assert "paper 49.7 ± 0.8" not in shown  # under PGD, of another radius
     assert "means over 10 runs of 200 epochs" in shown
+
+
+def test_the_papers_best_epoch_is_never_beside_our_last_one(tmp_path: Path) -> None:
+    """Without curves there is no such epoch; under attack the paper's is unknown; averages are not the paper's."""
+    small = {"attack_normalised": evaluation(0.4)["attack"]}
+    write(tmp_path / "erm-0", result("erm", 0, 0.05), evaluation=evaluation(0.5, **small))
+    write(tmp_path / "erm-1", result("erm", 1, 0.05), evaluation=evaluation(0.5, **small))
+    (tmp_path / "erm-1" / "metrics.jsonl").unlink()
+    write(tmp_path / "amp", result("amp", 0, 0.04))
+    (tmp_path / "amp" / "metrics.jsonl").unlink()
+    write(tmp_path / "average", {**result("erm", 0, 0.05), **AVERAGED})
+    erm, average, amp = only_group(tmp_path).rows
+    assert [(row.name, row.cells["error"].best_epoch) for row in (erm, amp)] == [("ERM", [5.0]), ("AMP", [])]
+    assert erm.cells["error"].paper is not None
+    for row in (amp, average):
+        assert all(cell.paper is None for name, cell in row.cells.items() if name in ("error", "nll", "ece"))
+    pgd = erm.cells["pgd_normalised"]
+    assert (pgd.best_epoch, pgd.paper is None) == ([], False)
+    shown = text_of(page_of(tmp_path))
+    assert "best epoch 5.00 (n = 1), paper 5.02 ± 0.21" in shown
+    assert "40.0, 40.0paper 58.9 ± 2.3" in shown.replace(" paper", "paper")
 
 
 @pytest.fixture(scope="module")

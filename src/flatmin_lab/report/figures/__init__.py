@@ -21,7 +21,7 @@ with needed_by("flatmin_lab.report.figures"):  # matplotlib
         over_time,
         reliability_diagram,
     )
-    from flatmin_lab.report.figures.selective import RiskCurve, risk_over_coverage
+    from flatmin_lab.report.figures.selective import RiskCurve, risk_over_coverage, roc
     from flatmin_lab.report.figures.spectrum import spectrum
     from flatmin_lab.report.figures.style import DrawnFigure
     from flatmin_lab.report.figures.theory import (
@@ -55,6 +55,7 @@ __all__ = [
     "reliability_diagram",
     "risk_and_amp_risk",
     "risk_over_coverage",
+    "roc",
     "seed_curves",
     "spectrum",
     "surfaces",

@@ -1,11 +1,13 @@
-"""The figure of selective prediction: the error among the most confident answers over their share."""
+"""Figures of what confidence is worth: the error over the share that is answered, and data from outside noticed."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from flatmin_lab.report.figures.style import BOLD, DrawnFigure, line_style, styled, with_count
+from flatmin_lab.report.figures.style import BOLD, INK, DrawnFigure, line_style, styled, with_count, wrapped
+
+TITLE_WIDTH = 44  # characters, over the axes
 
 
 class RiskCurve(NamedTuple):
@@ -32,3 +34,20 @@ def risk_over_coverage(curves: Mapping[str, RiskCurve], *, count: Mapping[str, i
     return DrawnFigure(
         figure, data, "The error among the most confident answers, over their share; a line for each method"
     )
+
+
+def roc(outside: str, curves: Mapping[str, Sequence[float]], *, count: Mapping[str, int] | None = None) -> DrawnFigure:
+    """A line per method: the TPR over equal steps of the FPR, from 0 to 1; the dashed diagonal is chance."""
+    with styled():
+        figure = Figure(figsize=(3.8, 3.1), layout="constrained")
+        axes = figure.subplots()
+        axes.plot([0, 100], [0, 100], color=INK, lw=0.7, ls=(0, (4, 3)))
+        for method, shares in sorted(curves.items(), key=lambda item: item[0] in BOLD):
+            rates = [100 * place / (len(shares) - 1) for place in range(len(shares))]
+            axes.plot(rates, [100 * share for share in shares], **line_style(method))
+        axes.set_title(wrapped(with_count(f"told apart from {outside}", count), TITLE_WIDTH))
+        axes.set_xlabel("accepted from outside, %")
+        axes.set_ylabel("accepted from inside, %")
+        axes.set(xlim=(0, 100), ylim=(0, 101))
+    words = f"The share of the inside examples that is accepted over that of {outside}; a line for each method"
+    return DrawnFigure(figure, {method: list(shares) for method, shares in curves.items()}, words)

@@ -28,16 +28,21 @@ COLUMNS = tuple(
 class OutsideTable(NamedTuple):
     """What the runs of a group found of one outside data set; a row's cells are those of COLUMNS."""
 
+    name: str
     title: str
     labels: list[str]
     rows: list[tuple[str, int, list[str]]]  # the name, how many runs, the cells
     missing: list[str]  # rows without a run that was compared with these data
+    roc: DrawnFigure | None  # by the largest probability, of runs that recorded it
 
 
-def outside_tables(rows: Sequence[Row]) -> list[OutsideTable]:
-    """One table per outside data set, by name; runs that saw other data of that name are left out."""
+def outside_tables(rows: Sequence[Row], drawn: Sequence[Row]) -> list[OutsideTable]:
+    """One table per outside data set, by name; runs that saw other data of that name are left out.
+
+    The figure has a line for each of the `drawn` rows, one a method.
+    """
     names = dict.fromkeys(name for row in rows for run in row.runs for name in _outside(run))
-    return [_table(name, rows) for name in names]
+    return [_table(name, rows, drawn) for name in names]
 
 
 def _outside(run: Run) -> Mapping[str, Any]:
@@ -45,7 +50,7 @@ def _outside(run: Run) -> Mapping[str, Any]:
     return found
 
 
-def _table(name: str, rows: Sequence[Row]) -> OutsideTable:
+def _table(name: str, rows: Sequence[Row], drawn: Sequence[Row]) -> OutsideTable:
     known = Counter(_outside(run)[name]["sha256"] for row in rows for run in row.runs if name in _outside(run))
     usual = known.most_common(1)[0][0]
     found = [(row.name, _of_usual(row.runs, name, usual)) for row in rows]
@@ -56,11 +61,25 @@ def _table(name: str, rows: Sequence[Row]) -> OutsideTable:
         if own
     ]
     title = f"{TITLES.get(name, name)}, {pictures:,} examples"
-    return OutsideTable(title, [label for *_, label in COLUMNS], shown, [row for row, own in found if not own])
+    missing = [row for row, own in found if not own]
+    curves = {row.method: _of_usual(row.runs, name, usual) for row in drawn}
+    return OutsideTable(name, title, [label for *_, label in COLUMNS], shown, missing, _roc_figure(name, curves))
 
 
 def _of_usual(runs: Iterable[Run], name: str, checksum: str) -> list[Mapping[str, Any]]:
     return [_outside(run)[name] for run in runs if name in _outside(run) and _outside(run)[name]["sha256"] == checksum]
+
+
+def _roc_figure(name: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> DrawnFigure | None:
+    """The mean curve of each method's runs; older files have none."""
+    curves, count = {}, {}
+    for method, own in found.items():
+        known = [one["max_probability"]["roc"] for one in own if "roc" in one["max_probability"]]
+        alike = [shares for shares in known if len(shares) == len(known[0])]
+        if alike:
+            curves[method] = [mean(values) for values in zip(*alike, strict=True)]
+            count[method] = len(alike)
+    return figures.roc(TITLES.get(name, name), curves, count=count) if curves else None
 
 
 def risk_figure(rows: Sequence[Row]) -> DrawnFigure | None:

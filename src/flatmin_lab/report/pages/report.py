@@ -11,7 +11,6 @@ import torch
 from markupsafe import Markup
 
 import flatmin
-from flatmin_lab.bench.amp_cost import BLOCKS
 from flatmin_lab.data.sources import spiral
 from flatmin_lab.methods import NOT_IN_PAPER, resolve_settings
 from flatmin_lab.recipes import paper_numbers
@@ -59,7 +58,7 @@ class Section(NamedTuple):
     sweep: PageFigure | None
     boundaries: PageFigure | None
     risk: PageFigure | None  # over coverage
-    outside: list[confidence.OutsideTable]
+    outside: list[tuple[confidence.OutsideTable, PageFigure | None]]
     landscapes: landscape.LandscapeSection | None
     spectrum: tuple[spectrum.SpectrumSection, PageFigure] | None
     commands: list[str]  # that measure what is missing
@@ -96,7 +95,6 @@ def report_page(found: LoadedResults) -> str:
         format_p=format_p,
         titles=TITLES,
         paper_cost=paper_numbers,
-        cost_blocks=BLOCKS,
     )
 
 
@@ -184,7 +182,10 @@ def _section(group: Group, title: str, families: Mapping[str, NamedFamily]) -> S
         page_figure(risks, f"{name}-risk-coverage")
         if (risks := confidence.risk_figure(_one_a_method(group, _has("selective"))))
         else None,
-        confidence.outside_tables(group.rows),
+        [
+            (table, page_figure(table.roc, f"{name}-roc-{_slug(table.name)}") if table.roc else None)
+            for table in confidence.outside_tables(group.rows, _one_a_method(group, _has("outside")))
+        ],
         landscape.landscape_section([(row.name, row.method, _with_landscapes(row)) for row in rows]),
         _spectrum(_one_a_method(group, _has("spectrum")), name),
         _commands(group, rows),
@@ -329,8 +330,9 @@ def _bars(group: Group) -> dict[str, DrawnFigure]:
         rows = _one_a_method(group, _has_values(name))
         values = {row.method: row.cells[name].values for row in rows}
         theirs = {row.method: cell.mean for row in rows if (cell := row.cells[name].paper)}
+        ours = {row.method: mean(known) for row in rows if (known := row.cells[name].best_epoch)}
         if values:
-            drawn[name] = figures.bars(title, values, paper=theirs)
+            drawn[name] = figures.bars(title, values, paper=theirs, best_epoch=ours)
     return drawn
 
 

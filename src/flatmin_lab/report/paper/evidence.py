@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Any
 
 from flatmin_lab.recipes.experiments import EXPERIMENTS
 from flatmin_lab.recipes.experiments.experiment import SETS
@@ -18,6 +17,7 @@ from flatmin_lab.report.paper.families import Family, NamedFamily, named_familie
 from flatmin_lab.report.paper.frontier import Frontier, frontiers
 from flatmin_lab.report.paper.recovered_curves import Point, figure_8, figure_11
 from flatmin_lab.report.paper.regret import MeanRegret, Regret, mean_regrets, regrets
+from flatmin_lab.report.paper.step_costs import TimedSetting, timed_settings
 from flatmin_lab.report.paper.tables import FilledTable, Row, fill_table, runs_by_recipe
 
 PAIRS = ("ball", "adversary", "first_version", "compute", "precision", "rivals")  # tables that compare rows pairwise
@@ -87,7 +87,7 @@ class Evidence:
     broken_off: Sequence[tuple[str, int, str]]  # started, and given up
     renamed: int  # results that carried another name when they were trained
     failures: Sequence[Failure]
-    costs: Sequence[Mapping[str, Any]]
+    timed: list[TimedSetting]  # what a step of ERM and of AMP takes, by setting
 
 
 def evidence(found: LoadedResults, unusable: list[UnusableFile]) -> Evidence | None:
@@ -120,7 +120,8 @@ def evidence(found: LoadedResults, unusable: list[UnusableFile]) -> Evidence | N
     every = [run for own in runs.values() for run in own]
     renamed = sum("renamed_from" in run.result for run in every)
     planned = len(found.planned), len(failed), missing, found.withdrawn, found.broken_off, renamed
-    return Evidence(parts, deviations(every), *planned, found.failures, found.costs)
+    timed = timed_settings(found.costs, found.step_times)
+    return Evidence(parts, deviations(every), *planned, found.failures, timed)
 
 
 def _settings(tables: Sequence[FilledTable]) -> list[str]:
