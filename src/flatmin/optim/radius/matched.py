@@ -131,12 +131,6 @@ class MatchedRadius:
         record.calls += 1
         if record.sums is None and not groups:
             return 1.0
-        if record.lacks_losses and losses is None:
-            raise ValueError(
-                "the optimizer has not seen all losses at θ and at θ + Δ: after perturbed() blocks, write "
-                "optimizer.step(losses=(loss, loss_perturbed)); with ascent=, or if the closure returns no tensor, "
-                "give their means since the last call: step(held_out_loss, losses=(loss, loss_perturbed))"
-            )
         given = [_number(held_out_loss)]
         if losses is not None:
             if len(losses) != 2:
@@ -145,14 +139,22 @@ class MatchedRadius:
                     "step(held_out_loss, losses=(loss, loss_perturbed))"
                 )
             given += map(_number, losses)
-        sums = record.take()
+        sums = record.sums
         if sums is None:  # other ranks may have had steps, as under join(): they wait for this one
             home = self.optimizer.devices()[0]
             sums = torch.zeros(4, dtype=sum_dtype(home), device=home)
         if losses is not None:
             sums = torch.cat([sums[3] * sums.new_tensor(given[1:]), sums[2:]])
-        numbers = distributed.mean_of_ranks(torch.cat([sums, sums.new_tensor(given[:1])]), groups)
-        *totals, count, new = numbers.tolist()
+        lacks = record.lacks_losses and losses is None
+        numbers = distributed.mean_of_ranks(torch.cat([sums, sums.new_tensor([given[0], lacks])]), groups)
+        *totals, count, new, lacking = numbers.tolist()
+        if lacking:  # on any rank: then all raise, and none waits for another
+            raise ValueError(
+                "the optimizer has not seen all losses at θ and at θ + Δ: after perturbed() blocks, write "
+                "optimizer.step(losses=(loss, loss_perturbed)); with ascent=, or if the closure returns no tensor, "
+                "give their means since the last call: step(held_out_loss, losses=(loss, loss_perturbed))"
+            )
+        record.take()
         if not count:
             return 1.0
         mean_loss, mean_perturbed, at_edge = (total / count for total in totals)
