@@ -96,7 +96,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     starts_clean: ClassVar[bool]  # is there a pass at θ, before the perturbed ones?
     matching: "StepRecord | None" = None  # what steps have measured for a MatchedRadius, if there is one
-    same_on_ranks: ClassVar[tuple[str, ...]] = ("inner_iter", "ball", "norm", "sync_perturbation")
+    same_on_ranks: ClassVar[tuple[str, ...]] = ("inner_iter", "ball", "norm", "sync_perturbation", "radius_schedule")
 
     def _make_step_state(self) -> None:
         keep_untraced()

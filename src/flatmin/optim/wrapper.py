@@ -38,6 +38,7 @@ class OptimizerWrapper(Optimizer):
     norm: Norm
     sync_perturbation: bool = True
     scheduled_radii: Sequence[float] = ()  # what the last RadiusScheduler lets the groups' ε grow to
+    radius_schedule: object = None  # all that its next steps depend on, for ranks to compare; None if it is constant
 
     _model: nn.Module | None
     _hyperparameters: ClassVar[tuple[str, ...]]

@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
-from flatmin import AMP, RMP
+from flatmin import AMP, RMP, RadiusScheduler
 from flatmin.ball import BALLS, NORMS, norms, project_, uniform_
 from flatmin.core.tensors import plain
 from tests.integrations.ranks.overflow import overflow_once, whole
@@ -31,7 +31,7 @@ BASES: dict[str, Any] = {
     "adamw-foreach": partial(AdamW, lr=1e-2, foreach=True),
     "adamw-fused": partial(AdamW, lr=1e-2, fused=True),
 }
-FORMS = ("closure", "blocks", "micro-batches", "clipped")
+FORMS = ("closure", "blocks", "micro-batches", "clipped", "less", "every second")
 # where an exception may come from; before torch 2.13, FSDP2 cannot go on after one in the backward pass
 FAILURES = ("loss", "backward") if hasattr(FSDPModule, "reset_iter_state") else ("loss",)
 
@@ -63,9 +63,15 @@ def spread(model: nn.Module, how: str) -> None:
 
 def take_steps(case: Setup, optimizer: Any, form: str, steps: int = 4) -> None:
     half = [Setup(case.model, case.x[part::2], case.y[part::2]) for part in range(2)]
+    scheduler = RadiusScheduler(optimizer, steps, start=0.25, every=2) if form == "every second" else None
     for _ in range(steps):
         if form == "closure":
             optimizer.step(case.closure(optimizer))
+        elif form == "less":
+            optimizer.step(case.closure(optimizer), ascent=half[0].closure(optimizer))
+        elif scheduler is not None:
+            optimizer.step(case.closure(optimizer), ascent=half[0].closure(optimizer))
+            scheduler.step()
         elif form == "micro-batches":
             optimizer.step([part.closure(optimizer) for part in half])
         else:

@@ -268,7 +268,16 @@ class RadiusScheduler(LRScheduler):
         self.radii = with_new_radii(self.optimizer, self.radii)
         if (wrapper := self.wrapper) is not None:
             wrapper.scheduled_radii = list(self.radii)
+            wrapper.radius_schedule = self._ahead() if self.schedule.moves and not self.is_over else None
         scale_radii(self.optimizer, self.radii, self.schedule.share(self.last_epoch, self.total_steps))
+
+    def _ahead(self) -> dict[str, Any]:
+        return {
+            "schedule": self.schedule,
+            "radii": self.radii,
+            "steps": self.last_epoch,
+            "total_steps": self.total_steps,
+        }
 
     def set_radii(self, radii: Sequence[float]) -> None:
         """Set the radii to grow to from now on, one per group."""
