@@ -25,9 +25,9 @@ from flatmin.core.copies import Copies
 from flatmin.core.random_state import random_state, set_random_state
 from flatmin.core.tensors import copy_, has_layout_of, is_dense
 from flatmin.optim.amp import AMP
-from flatmin.optim.grad_scaler import inverse_scale, step_scaled
-from flatmin.optim.skip_step import step_unless
 from flatmin.optim.telemetry.step_info import Measured, loss_in
+from flatmin.optim.update.grad_scaler import inverse_scale, step_scaled
+from flatmin.optim.update.skip_step import step_unless
 from flatmin.optim.weight_storage import Beside
 
 Gradients = dict[Tensor, Tensor]

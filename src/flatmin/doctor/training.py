@@ -24,9 +24,9 @@ from flatmin.doctor.closure_variables import networks
 from flatmin.doctor.finding import Finding, during
 from flatmin.doctor.user_training import MakeTraining, call
 from flatmin.optim.amp import AMP
-from flatmin.optim.grad_scaler import forget_unscaled
 from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.optim.radius import radii_of, scale_radii
+from flatmin.optim.update.grad_scaler import forget_unscaled
 
 EPSILON = 0.1  # for an optimizer that is not wrapped yet
 SEED = 0

@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 
 from flatmin.ball import combine, norms
 from flatmin.core.tensors import compute_dtype, plain
-from flatmin.optim.grad_scaler import Owners, restore_scaler_state, scaler_state
+from flatmin.optim.update.grad_scaler import Owners, restore_scaler_state, scaler_state
 
 
 class MeanGradient:

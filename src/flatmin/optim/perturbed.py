@@ -16,9 +16,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ from flatmin.core.random_state import HostWatch
 from flatmin.core.recorded_launches import Results
 from flatmin.core.recurring_work import Operands
 from flatmin.core.tensors import plain
-from flatmin.core.untraced import keep_untraced, untraced
 from flatmin.optim.accumulation import GradientSnapshot, MeanGradient
 from flatmin.optim.call_checks import (
     check_ascent,
@@ -42,7 +41,9 @@ from flatmin.optim.call_checks import (
     gradient_error,
     usable_scaler,
 )
-from flatmin.optim.grad_scaler import (
+from flatmin.optim.pass_start import ForwardHook, PassStart
+from flatmin.optim.telemetry.step_info import Last, Measured, detached_loss, mean_loss, mean_of
+from flatmin.optim.update.grad_scaler import (
     Owners,
     check_scaler_used,
     forget_unscaled,
@@ -50,19 +51,45 @@ from flatmin.optim.grad_scaler import (
     step_scaled,
     step_with_grad_scale,
 )
-from flatmin.optim.pass_start import ForwardHook, PassStart
-from flatmin.optim.skip_step import skips_by_itself, step_unless
-from flatmin.optim.telemetry.step_info import Last, Measured, detached_loss, mean_loss, mean_of
+from flatmin.optim.update.skip_step import skips_by_itself, step_unless
 from flatmin.optim.weight_storage import InPlace, WeightStorage
-from flatmin.optim.wrapper import Group, OptimizerWrapper, evaluates_closure
+from flatmin.optim.wrapper import Arguments, Group, OptimizerWrapper, evaluates_closure
 
 if TYPE_CHECKING:
     from flatmin.optim.radius.step_record import StepRecord
 
+Result = TypeVar("Result")
 Closure = Callable[[], Any]
 Closures = list[Closure] | tuple[Closure, ...]  # one per micro-batch
 
 READ_AT_ONCE = ("cpu",)  # devices whose numbers the host reads without waiting
+_TO_DISABLE: list[Callable[[], None]] = []  # see `untraced`
+
+
+def untraced(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Decorates what torch.compile must run as it is, outside of its graphs: a step moves weights and catches errors.
+
+    `torch.compiler.disable` would import the compiler along with flatmin. torch imports it for the first optimizer,
+    and then it is called here too (`_keep_untraced`).
+    """
+    outside = [method]
+
+    def disable() -> None:
+        outside[0] = torch.compiler.disable(method)
+
+    _TO_DISABLE.append(disable)
+
+    @wraps(method)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return outside[0](*args, **kwargs)
+
+    return run
+
+
+def _keep_untraced() -> None:
+    """Called for every new optimizer, because torch.compile cannot do it while it traces."""
+    while _TO_DISABLE:
+        _TO_DISABLE.pop()()
 
 
 class PerturbedBlock(ContextDecorator):
@@ -99,7 +126,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
     same_on_ranks: ClassVar[tuple[str, ...]] = ("inner_iter", "ball", "norm", "sync_perturbation", "radius_schedule")
 
     def _make_step_state(self) -> None:
-        keep_untraced()
+        _keep_untraced()
         self.last = Last()
         self._theta: Copies[Tensor] = Copies()  # θ of the parameters that are, or may have to be, restored
         self._delta: Copies[Tensor] = Copies()  # Δ between two ascent steps; stays empty for N = 1

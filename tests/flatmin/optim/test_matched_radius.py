@@ -633,13 +633,18 @@ def test_a_group_that_is_added_when_the_scheduler_is_gone_shares_the_ball() -> N
 
 
 def test_what_fails_inside_the_radius_is_not_called_a_missing_one() -> None:
-    class Broken(flatmin.RadiusScheduler):
+    class Breaks(flatmin.RadiusScheduler):
+        is_broken = False
+
         @property
         def is_over(self) -> bool:
-            raise AttributeError("of the scheduler")
+            if self.is_broken:
+                raise AttributeError("of the scheduler")
+            return super().is_over
 
     bowl = Bowl("auto")
-    scheduler = Broken(bowl.optimizer, 10)
+    scheduler = Breaks(bowl.optimizer, 10)
+    scheduler.is_broken = True
     with pytest.raises(AttributeError, match="of the scheduler"):
         bowl.optimizer.radius.step(1.0)
     del scheduler

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from flatmin.core.copies import Copies
 from flatmin.core.tensors import select_, zero_unless_
-from flatmin.optim.grad_scaler import Owners, step_fused, step_scaled
+from flatmin.optim.update.grad_scaler import Owners, step_fused, step_scaled
 
 
 def step_unless(
