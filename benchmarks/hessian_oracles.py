@@ -176,8 +176,8 @@ def from_curvlinops(quantity: str, seed: int, device: torch.device) -> Iterator[
 
 
 @contextmanager
-def its_surroundings() -> Iterator[None]:
-    """What PyHessian was written for: torch.eig, and no warning about its backward(create_graph=True)."""
+def its_surroundings(dtype: torch.dtype = torch.float64) -> Iterator[None]:
+    """What PyHessian was written for: torch.eig, its dtype as the default, no warning about backward(create_graph=True)."""
 
     def eig(matrix: Tensor, *, eigenvectors: bool) -> tuple[Tensor, Tensor]:
         assert eigenvectors
@@ -185,7 +185,7 @@ def its_surroundings() -> Iterator[None]:
         return torch.stack([values, torch.zeros_like(values)], dim=1), vectors
 
     default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), patch.object(torch, "eig", eig, create=True):
             warnings.filterwarnings("ignore", message="Using backward.. with create_graph=True", category=UserWarning)
@@ -224,8 +224,8 @@ def from_pyhessian(quantity: str, seed: int, device: torch.device) -> Iterator[f
             torch.manual_seed(seed)  # the same signs once more
             signs = [torch.randint_like(p, high=2) * 2 - 1 for p in problem.parameters]
             start = torch.cat([piece.reshape(-1) for piece in signs])
-            ours = our_quadrature(problem, start)
-            yield from _quadratures_apart(ours, torch.tensor(values) / LOUD, torch.tensor(shares))
+            values, shares = torch.tensor(values) / LOUD, torch.tensor(shares)
+            yield from _quadratures_apart(our_quadrature(problem, start), values, shares)
 
 
 # ---- the dense Hessian

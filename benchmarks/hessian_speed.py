@@ -54,7 +54,7 @@ def _pyhessian(model: nn.Module, batches: list[tuple[Tensor, Tensor]], vectors: 
     sizes = [p.numel() for p in model.parameters()]
     given: dict[str, Any] = {"data": batches[0]} if len(batches) == 1 else {"dataloader": batches}
     model.zero_grad()
-    with its_surroundings():
+    with its_surroundings(torch.float32):
         found = import_module("pyhessian").hessian(model, nn.CrossEntropyLoss(), cuda=batches[0][0].is_cuda, **given)
         for v in vectors:
             pieces = [piece.view(p.shape) for piece, p in zip(v.split(sizes), model.parameters(), strict=True)]

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -36,7 +37,7 @@ def vectors_of(problem: oracles.Problem, dtype: torch.dtype) -> list[Tensor]:
 def test_products_are_pyhessians(seed: int, dtype: torch.dtype, near: float) -> None:
     problem = oracles.trained(seed, CPU)
     rough = of_dtype(problem, dtype)
-    with oracles.its_surroundings():
+    with oracles.its_surroundings(dtype):
         theirs = oracles.their_hessian(rough)
         for v, ours in zip(
             vectors_of(problem, dtype), oracles.our_products(rough, vectors_of(problem, dtype)), strict=True
@@ -86,9 +87,11 @@ def test_pyhessian_seeks_the_largest_absolute_value_and_flatmin_the_largest() ->
     problem = oracles.Problem(layer, torch.zeros(1, 3, dtype=torch.float64), torch.zeros(1))
     assert flatness.top_eigenvalue(layer, lambda model: criterion(None, None)).item() == pytest.approx(2)
     with oracles.its_surroundings():
-        import pyhessian  # noqa: PLC0415
-
-        found, _ = pyhessian.hessian(layer, criterion, data=(problem.x, problem.y), cuda=False).eigenvalues(tol=1e-10)
+        found, _ = (
+            import_module("pyhessian")
+            .hessian(layer, criterion, data=(problem.x, problem.y), cuda=False)
+            .eigenvalues(tol=1e-10)
+        )
     assert found[0] == pytest.approx(-7, rel=1e-5)
 
 
