@@ -177,7 +177,7 @@ def from_curvlinops(quantity: str, seed: int, device: torch.device) -> Iterator[
 
 @contextmanager
 def its_surroundings(dtype: torch.dtype = torch.float64) -> Iterator[None]:
-    """What PyHessian was written for: torch.eig, its dtype as the default, no warning about backward(create_graph=True)."""
+    """What PyHessian was written for: torch.eig, its dtype as the default, no warning about backward's create_graph."""
 
     def eig(matrix: Tensor, *, eigenvectors: bool) -> tuple[Tensor, Tensor]:
         assert eigenvectors
