@@ -73,6 +73,7 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/oracles.py
+	$(BIN)/python benchmarks/hessian_speed.py
 	$(BIN)/python benchmarks/wrapper_overhead.py
 	$(BIN)/python benchmarks/data_path.py
 	$(BIN)/python benchmarks/landscape.py

@@ -3,6 +3,7 @@
 Measures are compared with torchmetrics in float32. It adds up the examples of a bin one by one: its ece of 2000 of them
 is 8e-7 from the one in float64, where ours is 7e-8. So there are no more than 500 here. Attacks are compared with
 foolbox in float64: in float32 a gradient of nearly 0 may have either sign, and a number then moves by a whole step.
+`hessian_oracles.py` compares the Hessian.
 
 A row is what is compared, with what, the package that it needs, and a function of (cases, device) to the largest
 difference and the number of comparisons. Another oracle is another row of ROWS. A package that is not installed
@@ -13,7 +14,7 @@ is reported, and its rows are left out.
 
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
@@ -21,8 +22,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flatmin import attacks, flatness, metrics
+from flatmin import attacks, metrics
 from flatmin_lab.system.machine import facts
+from hessian_oracles import from_curvlinops, from_dense, from_pyhessian
 from machine import command, line
 
 Largest = tuple[float, int]  # the largest difference, and over how many comparisons
@@ -145,44 +147,13 @@ def attacked(kind: str, norm: Literal["linf", "l2"], seed: int, device: torch.de
         yield float((ours - found).abs().max())
 
 
-# ---- the dense Hessian
+# ---- the Hessian
 
 
-def hessian_differences(quantity: str, cases: int, device: torch.device) -> Largest:
-    """Relative to the largest eigenvalue: small networks in float64, whose Hessian torch writes down whole."""
-    return largest(_from_dense(quantity, seed, device) for seed in range(cases))
-
-
-def _from_dense(quantity: str, seed: int, device: torch.device) -> float:
-    model, x, y, eigenvalues = _dense(seed, device)
-    risk = flatness.empirical_risk(x, y, batch_size=8)
-    if quantity == "trace":
-        found = flatness.trace(model, risk, products=len(eigenvalues)).value
-        return float((found - eigenvalues.sum()).abs() / eigenvalues[0])
-    values = flatness.top_eigenvalues(model, risk, k=5, tolerance=1e-9).values
-    return float((values - eigenvalues[:5]).abs().max() / eigenvalues[0])
-
-
-@cache
-def _dense(seed: int, device: torch.device) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
-    """A network, its data, and all eigenvalues of its Hessian, the largest first."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        layers = [nn.Linear(4, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 3)]
-        model = nn.Sequential(*layers).double()
-        x, y = torch.randn(20, 4, dtype=torch.float64).to(device), torch.randint(0, 3, (20,)).to(device)
-        model(torch.randn(50, 4, dtype=torch.float64))
-    model = model.to(device).eval()
-    named = dict(model.named_parameters())
-
-    def loss_at(*weights: Tensor) -> Tensor:
-        logits = torch.func.functional_call(model, dict(zip(named, weights, strict=True)), (x,))
-        return nn.functional.cross_entropy(logits, y)
-
-    blocks: Any = torch.autograd.functional.hessian(loss_at, tuple(p.detach() for p in named.values()))
-    sizes = [p.numel() for p in named.values()]
-    rows = [torch.cat([b.reshape(size, -1) for b in line], dim=1) for line, size in zip(blocks, sizes, strict=True)]
-    return model, x, y, torch.linalg.eigvalsh(torch.cat(rows)).flip(0)
+def hessian_differences(
+    compare: Callable[[str, int, torch.device], Iterator[float]], quantity: str, cases: int, device: torch.device
+) -> Largest:
+    return largest(difference for seed in range(cases) for difference in compare(quantity, seed, device))
 
 
 def row(what: str, oracle: str, compare: Callable[..., Largest], *given: Any, **settings: Any) -> Row:
@@ -199,8 +170,15 @@ ROWS = [
     row("fgsm, l2", "foolbox", attack_differences, "fgsm", "l2"),
     row("pgd, linf", "foolbox", attack_differences, "pgd", "linf"),
     row("pgd, l2", "foolbox", attack_differences, "pgd", "l2"),
-    Row("top 5 eigenvalues", "dense Hessian", None, partial(hessian_differences, "eigenvalues")),
-    Row("trace", "dense Hessian", None, partial(hessian_differences, "trace")),
+    row("Hessian products", "curvlinops", hessian_differences, from_curvlinops, "products"),
+    row("top 5 eigenvalues", "curvlinops", hessian_differences, from_curvlinops, "eigenvalues"),
+    row("trace, Hutch++", "curvlinops", hessian_differences, from_curvlinops, "trace"),
+    row("quadrature", "curvlinops", hessian_differences, from_curvlinops, "quadrature"),
+    row("Hessian products", "pyhessian", hessian_differences, from_pyhessian, "products"),
+    row("top eigenvalue", "pyhessian", hessian_differences, from_pyhessian, "eigenvalue"),
+    row("quadrature", "pyhessian", hessian_differences, from_pyhessian, "quadrature"),
+    Row("top 5 eigenvalues", "dense Hessian", None, partial(hessian_differences, from_dense, "eigenvalues")),
+    Row("trace", "dense Hessian", None, partial(hessian_differences, from_dense, "trace")),
 ]
 
 
