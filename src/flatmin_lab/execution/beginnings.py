@@ -11,6 +11,7 @@ while another one of its process trains its beginning: it could not end earlier 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from flatmin_lab.recipes.common_beginning import common_epochs
@@ -30,9 +31,11 @@ class Beginnings:
     _trained: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def common(self, one: Job, other: Job) -> int:
-        """The whole epochs that both begin with; 0 for one and the same run."""
-        if one.seed != other.seed or one.key == other.key or one.recipe.validation:
-            return 0  # of a validation split, the number of batches is not known here
+        """The whole epochs that both begin with; 0 for one and the same run, and for those that are not listed."""
+        if one.seed != other.seed or one.key == other.key or not {one.key, other.key} <= self._listed:
+            return 0
+        if one.recipe.validation:
+            return 0  # its number of batches is not known here
         pair = (one.recipe.name, other.recipe.name)
         if pair not in self._common:
             self._common[pair] = common_epochs(one.recipe, other.recipe, batches=self._batches(one.recipe))
@@ -66,6 +69,10 @@ class Beginnings:
             places = checkpoint.listed(self.store.folder(other)) if self.store.file(other).exists() else []
             if len(places) > 1:
                 remove_old_checkpoints(self.store.folder(other), {places[0], *needed})
+
+    @cached_property
+    def _listed(self) -> frozenset[tuple[str, int]]:
+        return frozenset(job.key for job in self.jobs)
 
     def _is_new(self, job: Job) -> bool:
         return not self.store.file(job).exists() and not checkpoint.listed(self.store.folder(job))

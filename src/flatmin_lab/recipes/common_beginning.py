@@ -52,7 +52,8 @@ def _same_rates(one: Recipe, other: Recipe, batches: int) -> int:
     if one.milestones == other.milestones or one.schedule != "multi_step":
         return one.epochs
     steps, warmup = one.epochs * batches, round(one.warmup * batches)
-    return _steps_with_same_rates(one.lr, steps, warmup, one.gamma, one.milestones, other.milestones) // batches
+    drops = sorted([one.milestones, other.milestones])
+    return _steps_with_same_rates(one.lr, steps, warmup, one.gamma, *drops) // batches
 
 
 @cache

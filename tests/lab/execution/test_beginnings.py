@@ -110,11 +110,12 @@ def train_all(
     *,
     sharing: Sequence[Job] | None = None,
     data: Dataset | None = None,
+    device: str = "cpu",
     **options: Any,
 ) -> list[tuple[int, Event]]:
     """The events of these runs in this process, one after the other unless `at_once` says more."""
     shared = tuple(jobs if sharing is None else sharing)
-    task = RunTask(dict(enumerate(map(Run, jobs))), "cpu", RunOptions(store, sharing=shared, **options))
+    task = RunTask(dict(enumerate(map(Run, jobs))), device, RunOptions(store, sharing=shared, **options))
     return list(run_task_on_data(task, data or tiny_data(), lambda: None))
 
 
@@ -140,9 +141,9 @@ def epochs_kept(job: Job, store: ResultStore) -> list[int]:
     return [checkpoint.step_of(path) // BATCHES for path in checkpoint.listed(store.folder(job))]
 
 
-def is_whole(job: Job, store: ResultStore, place: Path) -> bool:
+def is_whole(job: Job, store: ResultStore, place: Path, device: str = "cpu") -> bool:
     """Is it to the last bit the run that `train` makes alone?"""
-    run(job.recipe, place, seed=job.seed)
+    run(job.recipe, place, seed=job.seed, device=device)
     return same(whole_state(store.folder(job)), whole_state(place))
 
 
@@ -207,6 +208,10 @@ def test_curves_of_the_beginning_are_in_the_folder_and_in_the_result(store: Resu
     assert lines[0][:6] == lines[1][:6]  # times too: they are what the beginning took
     assert [json.loads(line)["epoch"] for line in lines[1]] == list(range(1, EPOCHS + 1))
     assert len(result_of(jobs[1], store)["curves"]["nll"]) == EPOCHS
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board = accumulators.EventAccumulator(str(store.folder(jobs[1]) / "tensorboard"))
+    board.Reload()
+    assert [point.step for point in board.Scalars("test_nll")] == list(range(1, EPOCHS + 1))
 
 
 # ---- what is not shared
@@ -344,6 +349,11 @@ def test_a_run_waits_while_another_one_trains_its_beginning_and_others_go_first(
     assert all(is_whole(job, store, tmp_path / f"{job.recipe.name}") for job in jobs)
 
 
+def test_runs_that_share_nothing_wait_for_nobody(store: ResultStore) -> None:
+    events = train_all([Job(ERM, 0), Job(LATE, 0)], store, sharing=(), at_once=2)
+    assert [(number, type(event)) for number, event in events[:2]] == [(0, Started), (1, Started)]
+
+
 def test_a_run_whose_beginning_fails_is_trained_whole(
     monkeypatch: pytest.MonkeyPatch, store: ResultStore, tmp_path: Path
 ) -> None:
@@ -399,3 +409,16 @@ def test_a_cluster_trains_every_run_whole(tmp_path: Path, store: ResultStore) ->
     """A node has copies of a run's own folder alone."""
     task = RunTask({0: Run(Job(LATE, 0))}, "cpu", RunOptions(store, sharing=(Job(ERM, 0), Job(LATE, 0))))
     assert task.moved_to(tmp_path / "node").options.sharing == ()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("more", [{}, {"precision": "bf16", "channels_last": True}, {"ema": 0.9, "clip_norm": 1.0}])
+def test_on_a_gpu_runs_that_branched_off_have_the_bits_of_runs_trained_whole(
+    tmp_path: Path, store: ResultStore, more: dict[str, Any], count: int
+) -> None:
+    last = late(0.2, 0.875, name="last")
+    jobs = [Job(replace(recipe, deterministic=True, **more), 0) for recipe in (ERM, LATE, last)]
+    events = train_all(jobs, store, device="cuda", at_once=count)
+    assert started(events) == {0: None, 1: "erm-0", 2: "erm-0"}
+    assert all(is_whole(job, store, tmp_path / job.recipe.name, "cuda") for job in jobs)
