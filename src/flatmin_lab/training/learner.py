@@ -200,8 +200,8 @@ class Learner:
     def load(self, checkpoint: Checkpoint, *, of_other: bool = False) -> None:
         """Restore a checkpoint in place, so the weights keep their storage and memory format.
 
-        Of another run that has not perturbed a step yet, all but what belongs to its perturbation: ε, ζ, and what a
-        matched ε is adjusted by are this run's own.
+        Of another run that has not perturbed a step yet, all but what belongs to its perturbation: ζ and what a matched
+        ε is adjusted by stay this run's own, and ε is 0 in both until the first step that is perturbed.
         """
         if not of_other:
             self._check_rule(checkpoint)
@@ -226,9 +226,7 @@ class Learner:
         self._keep_dtypes(state)
         self._lay_out_moments()
         self.scaler.load_state_dict(checkpoint.state["scaler"])
-        if of_other:
-            scale_radii(self.optimizer, self.radii, 0.0)  # no step has used one yet
-        elif self.matched is not None:
+        if self.matched is not None and not of_other:
             known = dict(checkpoint.state["matched"])
             del known["rule"]
             self.set_radii(known.pop("radii"))
