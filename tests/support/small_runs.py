@@ -1,5 +1,6 @@
 """Runs that take a moment: a few images, a tiny network, and what a run leaves in its folder."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from flatmin_lab.runs.events import Event, Saved
 from flatmin_lab.training.learner import Learner
 from flatmin_lab.training.loop import train
 
-TIMES = ("seconds", "cpu_seconds", "resumed")  # what a run says of how it was computed, not of what
+TIMES = ("seconds", "cpu_seconds", "resumed", "shared")  # what a run says of how it was computed, not of what
 
 
 def images(count: int, seed: int) -> Split:
@@ -57,6 +58,16 @@ def lasting(folder: Path) -> dict[str, Any]:
     state = {key: value for key, value in saved.state.items() if key not in (*TIMES, "facts")}
     state["lines"] = [{k: v for k, v in line.items() if k not in TIMES} for line in state["lines"]]
     return {**saved.tensors, "state": state}
+
+
+def whole_state(folder: Path) -> dict[str, Any]:
+    """The last checkpoint, the lines and the result, without times."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    result = json.loads((folder / "result.json").read_text())
+    for timed in (result, *lines):
+        for name in TIMES:
+            timed.pop(name, None)
+    return {**lasting(folder), "lines": lines, "result": result}
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 task_queue.py     tasks, and the bookkeeping of runs and trials: each ends exactly once
 executor.py       the interface of what executes tasks
 runner.py         recipe + seed → one result file: train, evaluate, store
+beginnings.py     which runs begin the same way, and where one can branch off another
 run_queue.py      many runs as tasks
 local.py          the executor in this process
 process_pool.py   the executor with several single-threaded processes

@@ -7,7 +7,8 @@ CUDA stream, graphs and random generators: the host starts a step on each in tur
 parallel. Each is trained by the code of `train`, so its events, its folder and its bits are those of a run alone.
 
 How many at once? Replicas are added as long as each new one raises the total steps per second and there is memory for
-another. Both are measured on real steps of the runs. On a CPU the runs follow each other: there a pool of processes
+another. Both are measured on real steps of the runs. A run waits while another one trains its beginning
+(beginnings.py). On a CPU the runs follow each other: there a pool of processes
 uses the cores better (process_pool.py).
 """
 
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.execution.beginnings import Beginnings
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import BusyError, DivergedError, Event, Failed, Note, Progress, RunError, Started, Stopped
 from flatmin_lab.runs.open_folder import check
@@ -49,12 +51,14 @@ def train_together(
     checkpoint_epochs: int = 1,
     checkpoint_minutes: float = 10.0,
     threads: int | None = None,
+    beginnings: Beginnings | None = None,
 ) -> Iterator[tuple[int, Event]]:
     """Train `count` jobs at once, or as many as make it faster: their events as they come, each with its job's number.
 
     A run that fails does not end the others: it yields `Failed`, and its error is raised when all others have ended. A
     run without enough memory beside the others waits until one of them has ended. When `stop` returns a reason, running
-    runs save a checkpoint and end, and no others are started.
+    runs save a checkpoint and end, and no others are started. With `beginnings`, new runs begin where others have the
+    same training behind them.
     """
     if count is not None and count < 1:
         raise ValueError(f"the number of runs at once must be at least 1, got {count}")
@@ -79,10 +83,17 @@ def train_together(
     def start(number: int) -> Replica:
         job, again = jobs[number], resume or number in started  # started, but out of memory: the folder is its own
         started.add(number)
-        events = training_steps(job.recipe, on_device, seed=job.seed, folder=paths[number], resume=again, **settings)
+        more: dict[str, Any] = dict(settings)
+        if beginnings is not None:  # as they are now
+            more |= {"beginnings": beginnings.places(job), "kept_epochs": beginnings.kept_epochs(job)}
+        events = training_steps(job.recipe, on_device, seed=job.seed, folder=paths[number], resume=again, **more)
         return Replica(number, events, where, idle)
 
-    return _take_turns(deque(range(len(jobs))), start, ReplicaLimit.for_device(where, count), stop)
+    def waits(number: int, active: Sequence[Replica]) -> bool:
+        job, others = jobs[number], [(jobs[replica.number], replica.step or 0) for replica in active]
+        return beginnings is not None and any(beginnings.waits_for(job, other, step) for other, step in others)
+
+    return _take_turns(deque(range(len(jobs))), start, ReplicaLimit.for_device(where, count), stop, waits)
 
 
 def _check_folders(paths: Sequence[Path | str | None], count: int) -> None:
@@ -218,16 +229,21 @@ class ReplicaLimit:
 
 
 def _take_turns(
-    waiting: deque[int], start: Callable[[int], Replica], limit: ReplicaLimit, stop: Callable[[], str | None]
+    waiting: deque[int],
+    start: Callable[[int], Replica],
+    limit: ReplicaLimit,
+    stop: Callable[[], str | None],
+    waits: Callable[[int, Sequence[Replica]], bool] = lambda number, active: False,
 ) -> Iterator[tuple[int, Event]]:
     active: list[Replica] = []
     failed: list[Exception] = []
     total = len(waiting)
     try:
         while active or waiting:
-            while waiting and len(active) < limit.count and not stop():
-                active.append(start(waiting.popleft()))
-            if not active:
+            while len(active) < limit.count and (ready := [n for n in waiting if not waits(n, active)]) and not stop():
+                waiting.remove(ready[0])
+                active.append(start(ready[0]))
+            if not active:  # asked to stop: a run waits only for an active one
                 break
             only_steps = True
             for replica in tuple(active):

@@ -1,7 +1,8 @@
 """Recipe + seed → one result file: train, evaluate, store. Finished runs are skipped, interrupted ones are resumed.
 
 The runs of a task train at once on a GPU (replicas.py). Each is evaluated when it has finished, from its last
-checkpoint. A run that fails ends with `Failed`, and the others continue.
+checkpoint. A run that fails ends with `Failed`, and the others continue. Runs that begin the same way can share that
+beginning (beginnings.py).
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -13,6 +14,7 @@ import torch
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.registry import load_once
 from flatmin_lab.evaluation import load_run, post_training
+from flatmin_lab.execution.beginnings import Beginnings
 from flatmin_lab.execution.replicas import train_together
 from flatmin_lab.execution.task_queue import Stop
 from flatmin_lab.recipes.recipe import Job
@@ -21,7 +23,7 @@ from flatmin_lab.runs.config import OtherRunError
 from flatmin_lab.runs.events import BusyError, Event, Failed, Finished, Measured, RunError, Stopped
 from flatmin_lab.runs.open_folder import check
 from flatmin_lab.runs.result import split_of
-from flatmin_lab.runs.result_store import ResultStore, UnwrittenError, curves_of, remove_old_checkpoints
+from flatmin_lab.runs.result_store import ResultStore, UnwrittenError, curves_of
 from flatmin_lab.system.json_data import read_json
 from flatmin_lab.training.loop import config_of
 
@@ -34,6 +36,10 @@ class RunOptions(NamedTuple):
     at_once: int | None = None  # runs on one device; None: on a GPU, as many as make it faster
     checkpoint_epochs: int = 10
     checkpoint_minutes: float = 10.0
+    sharing: tuple[Job, ...] = ()  # runs of this and later calls that train a common beginning once
+
+    def beginnings(self, data: Dataset) -> Beginnings:
+        return Beginnings(self.store, self.sharing, len(data.train))
 
 
 class Run(NamedTuple):
@@ -63,9 +69,9 @@ class RunTask(NamedTuple):
         return [path for job in jobs for path in (store.folder(job), store.file(job))]
 
     def moved_to(self, folder: Path) -> "RunTask":
-        """The same runs, with all their paths in that folder."""
+        """The same runs, with all their paths in that folder, where no others are that they could begin from."""
         store = ResultStore(folder / "results", folder / "runs")
-        return self._replace(options=self.options._replace(store=store))
+        return self._replace(options=self.options._replace(store=store, sharing=()))
 
 
 def run_task_on_data(task: RunTask, dataset: Dataset, stop: Stop) -> Iterator[tuple[int, Event]]:
@@ -92,6 +98,7 @@ def run_task_on_data(task: RunTask, dataset: Dataset, stop: Stop) -> Iterator[tu
         stop=stop,
         checkpoint_epochs=options.checkpoint_epochs,
         checkpoint_minutes=options.checkpoint_minutes,
+        beginnings=options.beginnings(data),
     )
     try:
         for index, event in events:
@@ -140,7 +147,7 @@ def evaluate_run(run: Run, options: RunOptions, data: Dataset, device: torch.dev
             if part not in known:
                 known = store.extend(job, known, post_training.measure(subject, part, how))
                 yield Measured(part)
-        remove_old_checkpoints(folder, weights.path)
+        options.beginnings(data).remove_unneeded(job, weights.path)
         yield Finished(known)
     except (load_run.UnfinishedError, UnwrittenError) as error:  # it says what to do
         yield Failed(str(error), later=True)

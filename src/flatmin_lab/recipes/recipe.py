@@ -225,6 +225,11 @@ class Recipe:
         """Is AMP's radius matched to held-out data?"""
         return self.method == "amp" and self.settings.get("epsilon") == methods.AUTO
 
+    @property
+    def held_out_epochs(self) -> int:
+        """For how many epochs images are held out to match AMP's radius: 0 if it is not matched."""
+        return max(1, round(methods.build("amp", **self.settings).release * self.epochs)) if self.is_matched else 0
+
     @cached_property
     def protocol(self) -> FollowedProtocol:
         """The protocol of the cell of the paper's tables that it is, apart from precision and the like; or `own`.

@@ -66,6 +66,7 @@ def result(found: dict[str, Any]) -> dict[str, Any]:
     _check(found, "seconds", is_number, "a number")
     _check(found, "cpu_seconds", lambda value: value is None or is_number(value), "a number")
     _check(found, "resumed", lambda value: value is None or is_count(value), "a whole number above 0")
+    _check(found, "shared", lambda value: value is None or isinstance(value, dict), "an object")
     _check(found, "epochs", is_count, "a whole number above 0")
     settings = found.get("settings", {})
     if not isinstance(settings, dict):

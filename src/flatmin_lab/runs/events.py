@@ -37,13 +37,14 @@ class OtherRankRefusedError(OtherRankError, ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """Where a run starts: at step 0, or at its checkpoint."""
+    """Where a run starts: at step 0, at its checkpoint, or at that of another run, which began the same way."""
 
     step: int
     steps: int
     epochs: int
     parameters: int
     threads: int | None = None  # of the CPU, if the run is on it
+    began_from: str | None = None  # the other run
 
 
 @dataclass(frozen=True, kw_only=True)

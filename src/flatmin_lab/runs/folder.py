@@ -2,7 +2,7 @@
 
     config.json                    the complete recipe, the seed and the data's checksum
     metrics.jsonl                  a line per epoch
-    checkpoint-*.safetensors       the last two
+    checkpoint-*.safetensors       the last two, and those that other runs can begin from
     state.json                     how far it is, for monitoring; never read here
     result.json                    when it is finished
     validation.safetensors         written just before it for a run with a validation split: error and NLL of each image
@@ -16,7 +16,7 @@ each checkpoint; nothing that another run has measured or saved, and no foreign 
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -50,6 +50,7 @@ class RunFolder:
     lock_file: IO[bytes]
     board: Board | None = field(default=None, init=False)
     notes: list[Note] = field(default_factory=list, init=False)  # for the user, until `take_notes` yields them
+    kept_steps: Collection[int] = field(default=(), init=False)  # their checkpoints stay: other runs can begin there
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -82,11 +83,13 @@ class RunFolder:
     # ---- checkpoints
 
     def save(self, step: int, saved: Checkpoint) -> Path:
-        """Write a new checkpoint, then delete all but the last two."""
+        """Write a new checkpoint, then delete all but the last two and those that stay."""
         path = self.path / checkpoint.name_of(step)
         with self._writing(f"the checkpoint after step {step}"):
             checkpoint.write(path, Checkpoint(saved.tensors, {**saved.state, "run": self.identity}))
         for old in checkpoint.listed(self.path)[KEPT_CHECKPOINTS:]:
+            if checkpoint.step_of(old) in self.kept_steps:
+                continue
             with suppress(OSError):  # the next save tries again
                 old.unlink(missing_ok=True)
         with self._writing("state.json"):
@@ -115,8 +118,11 @@ class RunFolder:
 
     # ---- numbers
 
-    def begin_metrics(self, lines: Sequence[Mapping[str, Any]], *, step: int) -> None:
-        """Write the epochs before that step, as its checkpoint has them: later ones will be trained again."""
+    def begin_metrics(self, lines: Sequence[Mapping[str, Any]], *, step: int, of_other: bool = False) -> None:
+        """Write the epochs before that step, as its checkpoint has them: later ones will be trained again.
+
+        If they are of another run, which this one begins with, TensorBoard does not have them yet.
+        """
         path = self.path / "metrics.jsonl"
         with self._writing("metrics.jsonl"):
             if step == 0 and path.exists() and path.stat().st_size:
@@ -131,9 +137,11 @@ class RunFolder:
             with atomic_write(path) as file:
                 file.write("".join(_json(line) + "\n" for line in lines).encode())
         try:
-            self.board = Board.where_installed(self.path / "tensorboard", after=len(lines))
+            self.board = Board.where_installed(self.path / "tensorboard", after=0 if of_other else len(lines))
         except OSError as error:
             self._without_board(error)
+        for line in lines if of_other else ():
+            self._use_board(lambda board, line=line: board.add(line))  # type: ignore[misc]
 
     def add_metrics(self, line: Mapping[str, Any]) -> None:
         with self._writing("metrics.jsonl"), (self.path / "metrics.jsonl").open("ab") as file:

@@ -2,7 +2,8 @@
 
 Error, NLL and ECE (fractions) are the last epoch's: of the test set, or of the held-out tenth where the recipe is for
 tuning, and named so. `seconds` are wall-clock, `cpu_seconds` what a run on the CPU computed; for a `resumed` run
-they cover all its parts. `best_test_epoch` is the published code's rule, chosen using the test labels: for comparison
+they cover all its parts, and for one with `shared` also that beginning, which another run trained: its epochs and its
+seconds are named there. `best_test_epoch` is the published code's rule, chosen using the test labels: for comparison
 only.
 """
 
@@ -29,6 +30,7 @@ def build_result(
     facts: Mapping[str, Any],
     *,
     resumed: int = 0,
+    shared: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     last = lines[-1]
     settings = recipe.as_json()
@@ -43,6 +45,7 @@ def build_result(
         **_best(lines),
         **{name: last[name] for name in ("seconds", "cpu_seconds") if name in last},
         **({"resumed": resumed} if resumed else {}),
+        **({"shared": shared} if shared else {}),
         **facts,
     }
 

@@ -11,7 +11,7 @@ A result file is result.json with the evaluations after training, and the traini
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
@@ -246,10 +246,10 @@ def curves_of(lines: Sequence[Mapping[str, Any]], split: str) -> dict[str, list[
     return {name: numbers([line.get(key) for line in lines]) for name, key in keys.items() if key in lines[-1]}
 
 
-def remove_old_checkpoints(folder: Path, kept: Path | None = None) -> None:
-    """Keep one checkpoint of a finished run: the one that was measured, or the newest."""
+def remove_old_checkpoints(folder: Path, kept: Collection[Path] = ()) -> None:
+    """Of a finished run keep these checkpoints, or the newest."""
     places = checkpoint.listed(folder)
-    for old in [place for place in places if place != (kept or places[0])]:
+    for old in [place for place in places if place not in (kept or places[:1])]:
         with suppress(OSError):
             old.unlink()
 

@@ -15,7 +15,7 @@ On several ranks (`join`) each learner computes its shard of every step, and all
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -197,9 +197,14 @@ class Learner:
             found["host_random"] = host_state()
         return found
 
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Restore a checkpoint in place, so the weights keep their storage and memory format."""
-        self._check_rule(checkpoint)
+    def load(self, checkpoint: Checkpoint, *, of_other: bool = False) -> None:
+        """Restore a checkpoint in place, so the weights keep their storage and memory format.
+
+        Of another run that has not perturbed a step yet, all but what belongs to its perturbation: ζ and what a matched
+        ε is adjusted by stay this run's own, and ε is 0 in both until the first step that is perturbed.
+        """
+        if not of_other:
+            self._check_rule(checkpoint)
         self.model.load_state_dict(checkpoint.part("model"))
         load_unsaved_buffers(self.model, checkpoint.part("buffers"))
         self.constants = constant_buffers(self.model)
@@ -212,14 +217,16 @@ class Learner:
         for name, tensor in checkpoint.part("optimizer").items():
             i, _, key = name.partition(".")
             state.setdefault(int(i), {})[key] = tensor
+        own = (*IMPLEMENTATION, "inner_lr") if of_other else IMPLEMENTATION
         groups = [
-            _adapted(then, now) for now, then in zip(self.optimizer.param_groups, saved["param_groups"], strict=True)
+            _adapted(then, now, own)
+            for now, then in zip(self.optimizer.param_groups, saved["param_groups"], strict=True)
         ]
         self.optimizer.load_state_dict({**saved, "param_groups": groups, "state": state})
         self._keep_dtypes(state)
         self._lay_out_moments()
         self.scaler.load_state_dict(checkpoint.state["scaler"])
-        if self.matched is not None:
+        if self.matched is not None and not of_other:
             known = dict(checkpoint.state["matched"])
             del known["rule"]
             self.set_radii(known.pop("radii"))
@@ -266,10 +273,13 @@ class Learner:
                     values[key] = torch.empty_like(param, dtype=value.dtype).copy_(value)
 
 
-def _adapted(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """A group from JSON, with tuples (AdamW's betas) where the group has them, and this device's implementation."""
+def _adapted(saved: Mapping[str, Any], now: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
+    """A group from JSON, with tuples (AdamW's betas) where the group has them, and its `own` settings as they are now.
+
+    Its own is at least this device's implementation.
+    """
     known = {key: tuple(value) if isinstance(now.get(key), tuple) else value for key, value in saved.items()}
-    return {**known, **{key: now[key] for key in IMPLEMENTATION if key in now}}
+    return {**known, **{key: now[key] for key in own if key in now}}
 
 
 # ---- a step's functions, without a reference to the learner: a graph that held it would be freed late

@@ -15,7 +15,7 @@ using the test labels: it is kept for comparison only, and labelled as such.
 """
 
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from time import monotonic
@@ -41,7 +41,7 @@ from flatmin_lab.runs.open_folder import open_run_folder
 from flatmin_lab.runs.result import AVERAGE, build_result
 from flatmin_lab.system.rng import RandomScope
 from flatmin_lab.system.threads import FlopCount, choose_threads, computing_with, most_flops
-from flatmin_lab.training.build import build_method, prepare_data
+from flatmin_lab.training.build import prepare_data
 from flatmin_lab.training.captured_forward import CapturedForward
 from flatmin_lab.training.data_parallel import broadcast_buffers, sharded_logits
 from flatmin_lab.training.evaluation import image_scores, reliability_bins, score_logits
@@ -144,8 +144,14 @@ def training_steps(
     threads: int | None = None,
     step_by_step: bool = True,
     ranks: RankGroup = SINGLE_PROCESS,
+    beginnings: Sequence[Path] = (),
+    kept_epochs: Collection[int] = (),
 ) -> Generator[Event | None, None, None]:
-    """As `train`; with `step_by_step` it also yields None after each step, so that many runs can take turns."""
+    """As `train`; with `step_by_step` it also yields None after each step, so that many runs can take turns.
+
+    A new run takes the first of the checkpoints `beginnings` that is the same training until there. Its own after
+    `kept_epochs` stay in its folder, so that others can begin with them.
+    """
     scope = RandomScope(torch.device(device), deterministic=recipe.deterministic, with_host=has_user_code(recipe))
     place = None if folder is None else Path(folder)
     has_begun = bool(resume and place and checkpoint.listed(place))
@@ -175,7 +181,8 @@ def training_steps(
         if (result := ranks.broadcast(result)) is not None:
             yield Finished(result)
             return
-        run = training.run(held, checkpoint_epochs, checkpoint_minutes * 60)
+        training.kept_epochs = kept_epochs
+        run = training.run(held, checkpoint_epochs, checkpoint_minutes * 60, beginnings)
         events = run if step_by_step else (event for event in run if event is not None)
         while True:
             with scope.active(), computing_with(threads), training.state.cpu_clock.running():
@@ -217,13 +224,13 @@ class _TrainingRun:
         self.recipe, self.seed, self.device, self.stop, self.ranks = recipe, seed, device, stop, ranks
         self.folder: RunFolder | None = None
         self.keeps = False  # does the main rank have a folder?
+        self.kept_epochs: Collection[int] = ()  # after which a checkpoint stays
         self.uncaptured = capture and ranks.size > 1
         capture = capture and ranks.size == 1  # graphs with communication between ranks are untested
         self.checksum = data.checksum
         prepared = prepare_data(recipe, data.to(device), seed)
         self.data, self.which, self.wrong, self.normalise, held_out = prepared
-        matched_epochs = max(1, round(build_method(recipe, self.normalise).release * recipe.epochs))
-        self.held_out = None if held_out is None else HeldOut(held_out, matched_epochs)
+        self.held_out = None if held_out is None else HeldOut(held_out, recipe.held_out_epochs)
         self.batches = Batches(
             split=self.data.train,
             batch_size=recipe.batch_size,
@@ -266,13 +273,19 @@ class _TrainingRun:
         return self.recipe.epochs * len(self.batches)
 
     def run(
-        self, folder: RunFolder | None, checkpoint_epochs: int, checkpoint_seconds: float
+        self,
+        folder: RunFolder | None,
+        checkpoint_epochs: int,
+        checkpoint_seconds: float,
+        beginnings: Sequence[Path] = (),
     ) -> Iterator[Event | None]:
         """The events, and None after each step."""
         self.folder, self.keeps = folder, self.ranks.any(folder is not None)
+        if folder is not None:
+            folder.kept_steps = {epoch * len(self.batches) for epoch in self.kept_epochs}
         state = self.state
         self.learner.join()
-        yield from self._resume()
+        yield from self._resume(beginnings)
         for forward in self.forwards:
             forward.prepare(self.data.test, self.normalise)
         reported = monotonic()
@@ -302,7 +315,7 @@ class _TrainingRun:
             if line is None:
                 yield from self._stop(self.ranks.first(self.stop()) or "asked to stop")
                 return
-            is_due = state.epoch % checkpoint_epochs == 0 or state.epoch == self.recipe.epochs
+            is_due = state.epoch % checkpoint_epochs == 0 or state.epoch in (*self.kept_epochs, self.recipe.epochs)
             saved = list(self._save()) if is_due else []  # before the event is yielded: its receiver might fail
             yield Epoch(epoch=state.epoch, step=self.step, numbers=line)
             yield from saved
@@ -427,8 +440,8 @@ class _TrainingRun:
 
     # ---- the run folder
 
-    def _resume(self) -> Iterator[Event]:
-        yield from self.state.resume(self.folder)
+    def _resume(self, beginnings: Sequence[Path]) -> Iterator[Event]:
+        yield from self.state.resume(self.folder, beginnings)
         parameters = sum(p.numel() for p in self.learner.model.parameters())
         yield Started(
             step=self.step,
@@ -436,6 +449,7 @@ class _TrainingRun:
             epochs=self.recipe.epochs,
             parameters=parameters,
             threads=torch.get_num_threads() if self.device.type == "cpu" else None,
+            began_from=self.state.began_from,
         )
         if self.recipe.compile and self.device.type != "cuda":
             yield Note(f"--compile applies on a GPU only: on {self.device.type} nothing is compiled")
@@ -446,9 +460,8 @@ class _TrainingRun:
     def _write_result(self, logits: Tensor) -> dict[str, Any]:
         """The result, which is written last: a run that has one is finished."""
         known = run_facts(self.device, self.ranks)
-        result = build_result(
-            self.recipe, self.seed, self.checksum, self.state.lines, known, resumed=self.state.resumed
-        )
+        parts: dict[str, Any] = {"resumed": self.state.resumed, "shared": self.state.shared}
+        result = build_result(self.recipe, self.seed, self.checksum, self.state.lines, known, **parts)
         result["reliability"] = reliability_bins(logits, self.data.test.y)
         if self.folder is not None:
             if self.recipe.validation:

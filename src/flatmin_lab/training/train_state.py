@@ -3,16 +3,23 @@
 After `batch` batches of `epoch` (from 0) it is the learner, the sums of this epoch and the lines of earlier ones. A
 checkpoint holds all of it, so a run is resumed bit for bit. Of several ranks only the main one has the folder: it reads
 the checkpoint, and broadcasts it to the others.
+
+A new run can begin with the checkpoint of another one, if that is the same training until there: same seed, data and
+conditions, and recipes of which recipes/common_beginning.py says so. It is then saved as the run's own.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import torch
 
 import flatmin
+from flatmin_lab.recipes.common_beginning import common_epochs
+from flatmin_lab.recipes.recipe import Recipe, differences
+from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.checkpoint import Checkpoint
 from flatmin_lab.runs.events import Event, Note, RunError, Saved
 from flatmin_lab.runs.folder import RunFolder
@@ -44,6 +51,9 @@ class TrainState:
         self.seconds_before = 0.0  # of training, before the run was resumed
         self.cpu_clock, self.has_cpu_time = CpuClock(), True  # of the whole run, not of a part
         self.resumed = 0  # how often
+        self.is_mixed = False  # were parts of it trained under other conditions?
+        self.shared: dict[str, Any] | None = None  # the run that trained its beginning, its epochs and its seconds
+        self.began_from: str | None = None  # that run, if this one began just now
         self.since = self.saved_at = monotonic()
 
     @property
@@ -60,8 +70,8 @@ class TrainState:
 
     # ---- the run folder
 
-    def resume(self, folder: RunFolder | None) -> Iterator[Event]:
-        """Resume from the folder's newest checkpoint, if there is one."""
+    def resume(self, folder: RunFolder | None, beginnings: Sequence[Path] = ()) -> Iterator[Event]:
+        """Resume from the folder's newest checkpoint; without one, begin from the first of the others' that fits."""
         self.since = self.saved_at = monotonic()
         with self.ranks.raise_together():
             saved = None if folder is None else folder.newest_checkpoint()
@@ -70,14 +80,48 @@ class TrainState:
             with _loading(saved):
                 self._load(saved)
             yield from self._note_other_machine(saved.state["facts"])
+        elif folder is not None and self.ranks.size == 1:
+            yield from self._begin_from(beginnings, folder)
         with self.ranks.raise_together():
             if folder is not None:
-                folder.begin_metrics(self.lines, step=self.step)
+                folder.begin_metrics(self.lines, step=self.step, of_other=self.began_from is not None)
         if folder is not None:
             yield from folder.take_notes()
 
-    def _load(self, saved: Checkpoint) -> None:
-        self.learner.load(saved)
+    def _begin_from(self, places: Iterable[Path], folder: RunFolder) -> Iterator[Event]:
+        """Load the first checkpoint that is of the same training, and save it as this run's own."""
+        for place in places:
+            try:
+                saved = checkpoint.read(place)
+                name = self._check_same_training(saved.state, folder.identity)
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                yield Note(f"it does not begin with {place}: {error}")
+                continue
+            with _loading(saved):
+                self._load(saved, of_other=True)
+            self.began_from = name
+            self.shared = {"run": name, "epochs": self.epoch, "seconds": round(self.seconds_before, 3)}
+            yield self.save(folder)
+            return
+
+    def _check_same_training(self, there: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+        """Raise where a checkpoint of another run is not what this run would have there; the other run's name."""
+        run, facts = there["run"], (there["facts"], run_facts(self.device, self.ranks))
+        apart = differences(*({key: one[key] for key in ("seed", "data_sha256")} for one in (run, own)))
+        apart += differences(*({key: known.get(key) for key in SAME_BITS} for known in facts))
+        if there.get("mixed"):
+            apart.append("parts of it were trained under other conditions")
+        recipe = Recipe.from_json(run["recipe"])
+        common = common_epochs(recipe, self.learner.recipe, batches=len(self.learner.batches))
+        if there["batch"] or not 0 < there["epoch"] <= common:
+            within = f" and {there['batch']} batches" if there["batch"] else ""
+            apart.append(f"after epoch {there['epoch']}{within} it is another training: {common} are the same")
+        if apart:
+            raise ValueError("; ".join(apart))
+        return f"{recipe.name}-{run['seed']}"
+
+    def _load(self, saved: Checkpoint, *, of_other: bool = False) -> None:
+        self.learner.load(saved, of_other=of_other)
         self.epoch, self.batch = saved.state["epoch"], saved.state["batch"]
         self.metrics.load(saved.state["sums"])
         self.lines = list(saved.state["lines"])
@@ -85,12 +129,14 @@ class TrainState:
         self.has_cpu_time = "cpu_seconds" in saved.state  # earlier checkpoints have none
         self.cpu_clock.load(saved.state.get("cpu_seconds", 0.0))
         is_over = self.epoch == self.learner.recipe.epochs  # only its result is made again
-        self.resumed = saved.state.get("resumed", 0) + (not is_over)
+        self.resumed = saved.state.get("resumed", 0) + (not is_over and not of_other)
+        self.is_mixed, self.shared = saved.state.get("mixed", False), saved.state.get("shared")
 
     def _note_other_machine(self, before: Mapping[str, Any]) -> Iterator[Event]:
         then, now = ({"ranks": 1, **known} for known in (before, run_facts(self.device, self.ranks)))
         apart = [f"{key} {then[key]} then, {now[key]} now" for key in SAME_BITS if then.get(key) != now[key]]
         if apart:
+            self.is_mixed = True
             yield Note(
                 f"resumed under other conditions ({'; '.join(apart)}): correct, but perhaps not bit for bit the same"
             )
@@ -105,6 +151,8 @@ class TrainState:
             "seconds": self.seconds(),
             **({"cpu_seconds": self.cpu_clock.seconds()} if self.has_cpu_time else {}),
             "resumed": self.resumed,
+            **({"mixed": True} if self.is_mixed else {}),
+            **({"shared": self.shared} if self.shared else {}),
             "facts": run_facts(self.device, self.ranks),
             **self.learner.state(),
         }

@@ -144,6 +144,27 @@ def test_a_plan_is_carried_out_in_its_order_and_no_further_than_asked(tmp_path: 
     assert "smoke/cifar10-vgg16-mixup" in rest.stdout
 
 
+def test_planned_runs_train_their_common_beginning_once_also_in_a_later_call(tmp_path: Path) -> None:
+    """Three epochs of 30 steps: the last quarter starts after two of them, the last tenth within the third."""
+    names = [f"smoke/cifar10-preactresnet18-{name}" for name in ("erm", "amp-start-0.75", "amp-start-0.9")]
+    plan = {"runs": [{"name": name, "seed": 0, "planned": "2026-01-01"} for name in names]}
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "planned.json").write_text(json.dumps(plan))
+    planned = ["reproduce", "--planned", "--workers", 1, *places(tmp_path)]
+    first = flatmin(*planned, "--limit", 1)
+    assert first.exit_code == 0, first.output
+    checkpoints = {name: tmp_path / "runs" / f"{name}-0" for name in names}
+    assert len([*checkpoints[names[0]].glob("checkpoint-*")]) == 2
+    second = flatmin(*planned, "--limit", 1)
+    assert f"began at epoch 2 of 3, from {names[0]}-0" in words(second.stderr)
+    third = flatmin(*planned, "--no-share")
+    assert "began at" not in third.stderr
+    results = [json.loads((tmp_path / "results" / f"{name}-0.json").read_text()) for name in names]
+    assert [result.get("shared", {}).get("epochs") for result in results] == [None, 2, None]
+    shown = flatmin("report", tmp_path / "results", "--out", tmp_path / "page")
+    assert shown.exit_code == 0, shown.output
+
+
 def test_of_a_plan_one_experiment_or_protocol_can_be_carried_out(tmp_path: Path) -> None:
     for experiment, protocol in (("spiral", "smoke"), ("spiral", "paper"), ("frontier", "short")):
         arguments = [experiment, "--protocol", protocol, "--methods", "erm", "--seeds", "0", "--plan"]

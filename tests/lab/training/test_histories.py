@@ -3,7 +3,6 @@
 Networks and optimizers of the user's own may keep more than weights: they are resumed too, or refused at the start.
 """
 
-import json
 import os
 import random
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from flatmin_lab.runs.events import Epoch, Finished, RunError
 from flatmin_lab.system.user_code import load_function
 from flatmin_lab.training.loop import train
 from tests.support.random_runs import AWKWARD, draw_recipe, fill_disk
-from tests.support.small_runs import TIMES, after, lasting, run, same, tiny_data, tiny_recipe
+from tests.support.small_runs import after, lasting, run, same, tiny_data, tiny_recipe, whole_state
 
 SEEDS = range(200)
 QUICK = range(16)
@@ -35,16 +34,6 @@ KEEPING_MORE: dict[str, dict[str, Any]] = {
     "complex numbers that no state dict has": {"model": f"{AWKWARD}:Rotating"},
     "moments of other types": {"model": "mlp", "optimizer": f"{AWKWARD}:mixed_moments", "weight_decay": 0.0},
 }
-
-
-def whole_state(folder: Path) -> dict[str, Any]:
-    """The last checkpoint, the lines and the result, without times."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    result = json.loads((folder / "result.json").read_text())
-    for timed in (result, *lines):
-        for name in TIMES:
-            timed.pop(name, None)
-    return {**lasting(folder), "lines": lines, "result": result}
 
 
 # ---- what can happen to a run; each returns whether the run has ended

@@ -64,9 +64,13 @@ class RadiusSchedule:
         """Does it change anything, or does every step use all of ε?"""
         return self != RadiusSchedule()
 
+    def first_step(self, total_steps: int) -> int:
+        """The first step that is perturbed, counted from 0: at the latest the last one."""
+        return min(round(self.start * total_steps), total_steps - 1)
+
     def share(self, step: int, total_steps: int) -> float:
         """The share of ε in this step, counted from 0: above 0 in at least one, and all of ε after the last."""
-        begin = min(round(self.start * total_steps), total_steps - 1)
+        begin = self.first_step(total_steps)
         if step >= total_steps:
             return 1.0
         if step < begin or (step - begin) % self.every:

@@ -91,12 +91,14 @@ def _both(erm: Row, amp: Row, name: str) -> bool:
 def _are_timed_alike(erm: Row, amp: Row, name: str) -> bool:
     """Can their times be compared? Enough runs of each, on one kind of machine, none of them in several parts.
 
-    The seconds of a run that was resumed may be of another machine, or of one that had more to do.
+    The seconds of a run that was resumed may be of another machine, or of one that had more to do, and so may those of
+    a beginning that another run trained.
     """
     runs = [*erm.runs, *amp.runs]
     hardware = {run.result.get("hardware") for run in runs}
     enough = not _too_few(erm, amp, name)
-    return enough and len(hardware) == 1 and None not in hardware and not any(run.result.get("resumed") for run in runs)
+    in_parts = any(run.result.get("resumed") or run.result.get("shared") for run in runs)
+    return enough and len(hardware) == 1 and None not in hardware and not in_parts
 
 
 def _cost(erm: Row, amp: Row, name: str, what: str) -> str:

@@ -107,6 +107,15 @@ def reproduce(
             "On a CPU: how many processes; default: one per core. On a cluster: at most this many.", min=1, panel=HOW
         ),
     ] = None,
+    no_share: Annotated[
+        bool,
+        option(
+            "Train every run whole. Otherwise runs that are the same until AMP starts train their common beginning "
+            "once.",
+            "--no-share",
+            panel=HOW,
+        ),
+    ] = False,
     checkpoint_epochs: Annotated[
         int, typer.Option(help="Epochs between checkpoints.", min=1, rich_help_panel=HOW)
     ] = 10,
@@ -150,7 +159,8 @@ def reproduce(
             if dry_run:
                 _dry_run(todo, selection, sets, there, console)
                 return
-            options = RunOptions(store, str(data_dir), together, checkpoint_epochs)
+            sharing = () if no_share else tuple(run.job for run in selection.runs)
+            options = RunOptions(store, str(data_dir), together, checkpoint_epochs, sharing=sharing)
             with stop_on_signals() as stop:
                 compiles = there.device.startswith("cuda") and any(run.job.recipe.compile for run in todo)
                 events = run_all(todo, options, there, sets, stop=stop)
@@ -221,7 +231,7 @@ def _dry_run(
         display.say(
             console,
             f"estimated from a few steps each, one run at a time{'' if on_cpu else ' on a GPU (several take less)'}; "
-            "resumed runs take less, and measurements are extra",
+            "resumed runs and common beginnings take less, and measurements are extra",
         )
 
 

@@ -89,6 +89,8 @@ def event_lines(event: Event, run: Run) -> Iterator[tuple[str, str]]:
     """The lines to print for an event, and their colours."""
     epochs = run.job.recipe.epochs
     match event:
+        case Started() if event.began_from is not None:
+            yield f"began at epoch {event.step * epochs // event.steps} of {epochs}, from {event.began_from}", ""
         case Started() if event.step:
             yield f"resumed after step {event.step} of {event.steps}", ""
         case Epoch() if epochs >= SHOWN_TENTHS and event.epoch % (epochs // SHOWN_TENTHS) == 0 and event.epoch < epochs:
