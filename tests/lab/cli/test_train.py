@@ -276,7 +276,7 @@ def test_those_that_run_are_counted_and_finished_ones_count_whole() -> None:
         (["--device", "tpu"], "device 'tpu'"),
         (["--device", "cuda:7"], "no device 'cuda:7' here"),
         (["--precision", "fp8"], "unknown precision 'fp8'"),
-        (["--schedule", "linear"], "unknown schedule 'linear'"),
+        (["--schedule", "warm"], "unknown schedule 'warm'"),
         (["--epochs", "0"], "epochs must be"),
         (["--epochs", "many"], "--epochs"),
         (["--batch-size", "100000"], "the batch size must be from 1 to the 1438"),
