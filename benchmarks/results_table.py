@@ -19,6 +19,7 @@ from statistics import fmean
 import cost_table
 import page_parts
 from flatmin_lab.data.sources.synthetic import original_name
+from flatmin_lab.recipes.defaults import SMALL_DATA
 from flatmin_lab.recipes.experiments.experiment import RESNET, SETS, cell
 from flatmin_lab.recipes.paper_numbers import METHODS, reported
 from flatmin_lab.recipes.protocols import PAPER_LENGTH
@@ -164,10 +165,16 @@ def _radius_row(one: Regret, number: int, sizes: Sequence[float]) -> list[str]:
     least = min(fmean(values) for values in samples if values)
     cells = [_sample(values, column_named(COLUMNS[number]), least) for values in samples]
     lost = one.lost[number]
-    wrong = one.auto.place.label_noise
-    length = f", {one.auto.recipe.epochs} epochs" if one.auto.data in SETS else ""
-    place = f"{TITLES[one.auto.data]}{length}{f', {whole(100 * wrong)} % wrong labels' if wrong else ''}"
-    return [f"{place}: {one.columns[number]}", *cells, _share(*lost[:3]) if lost else ""]
+    return [f"{_problem(one.auto)}: {one.columns[number]}", *cells, _share(*lost[:3]) if lost else ""]
+
+
+def _problem(row: Row) -> str:
+    """The data, and of network, length and labels what the text around the table does not say."""
+    place, usual = row.place, SMALL_DATA.get(row.data, {}).get("model", RESNET)
+    network = f", {TITLES[place.model]}" if place.model != usual else ""
+    length = f", {row.recipe.epochs} epochs" if row.data in SETS else ""
+    wrong = f", {whole(100 * place.label_noise)} % wrong labels" if place.label_noise else ""
+    return f"{TITLES[row.data]}{network}{length}{wrong}"
 
 
 def _sample(values: Sequence[float], column: Column, least: float) -> str:

@@ -49,6 +49,24 @@ def test_it_is_the_way_from_the_best_fixed_radius_back_to_erm(tmp_path: Path) ->
     assert "Intervals and clear gains are uncorrected" in said
 
 
+def test_two_networks_of_one_data_set_are_two_problems(tmp_path: Path) -> None:
+    small, transformer = "short/digits-convnet-{}-noise-0.2", "short/digits-vit-{}-noise-0.2"
+    for name, auto in ((small, 0.051), (transformer, 0.053)):
+        for variant, error in (("erm", 0.06), ("amp-radius-0.12", 0.05), ("amp-auto", auto)):
+            for seed in range(2):
+                changed = error + 0.0002 * seed
+                write_result(tmp_path, RECIPES[name.format(variant)], seed, changed, data_sha256="same")
+    loaded = load_results([tmp_path])
+    found = regrets(fill_table(EXPERIMENTS["auto"]("short"), runs_by_recipe(loaded.runs, [])))
+    assert [one.auto.recipe.model for one in found] == ["convnet", "vit"]
+    assert [one.lost[0].share for one in found if one.lost[0]] == pytest.approx([0.1, 0.3])
+    (mean,) = mean_regrets(found)
+    assert mean.shares[0] == pytest.approx((0.2, 2))
+    said = text_of(report_page(loaded))
+    assert "a small convolutional network" in said
+    assert "a small vision transformer" in said
+
+
 def test_the_mean_is_that_of_the_sets_with_a_gain(tmp_path: Path) -> None:
     gains = {"erm": [0.059, 0.061], "amp-radius-0.12": [0.049, 0.051], "amp-radius-0.25": [0.054, 0.056]}
     first, second = tmp_path / "first", tmp_path / "second"

@@ -26,6 +26,14 @@ RADII: dict[str, dict[str, Any]] = {
     **{f"radius-{radius}": {"epsilon": radius} for radius in (0.03, 0.06, 0.12, 0.25, 0.5)},
     "auto": {"epsilon": AUTO},
 }
+TRANSFORMER: dict[str, Any] = {  # for digits, each a sequence of 16 patches; as long as the small network
+    "model": "vit",
+    "model_settings": {"patch": 2, "width": 48, "depth": 2, "heads": 4},
+    "optimizer": "adamw",
+    "lr": 2e-3,
+    "weight_decay": 0.01,
+    "schedule": "one_cycle",
+}
 LATE_AUTO: dict[str, dict[str, Any]] = {"auto-start-0.5": {"epsilon": AUTO, "start": 0.5}}  # on small data
 
 
@@ -117,7 +125,8 @@ def temperature(protocol: Protocol) -> Experiment:
 def auto(protocol: Protocol) -> Experiment:
     """A radius that adjusts itself beside five fixed ones and the protocol's: how much of the best one's gain is lost?
 
-    The radius is matched to a held-out part of the training set; the fixed ones train on all of it.
+    The radius is matched to a held-out part of the training set; the fixed ones train on all of it. On digits there are
+    two networks, a convolutional one and a transformer.
     """
     recipes = []
     for data in ("cifar10",) if protocol in PAPER_LENGTH else ("cifar10", "cifar100"):
@@ -125,14 +134,20 @@ def auto(protocol: Protocol) -> Experiment:
         recipes += [train("erm"), amp := train("amp")]
         others = {name: radius for name, radius in RADII.items() if radius != {"epsilon": amp.settings["epsilon"]}}
         recipes += [train("amp", variant=name, settings=radius) for name, radius in others.items()]
-    small = small_fields("digits", protocol)
-    for noise in (0.0, 0.2):
-        name = f"{home_of(protocol)}/digits-convnet-{{}}{f'-noise-{noise}' if noise else ''}"
-        recipes.append(Recipe(**small, label_noise=noise, method="erm", name=name.format("erm")))
-        for variant, radius in {**RADII, **LATE_AUTO}.items():
-            settings, named = {**radius, "inner_lr": 1.0}, name.format(f"amp-{variant}")
-            recipes.append(Recipe(**small, label_noise=noise, method="amp", settings=settings, name=named))
+    for model, noise in (("convnet", 0.0), ("convnet", 0.2), ("vit", 0.2)):
+        recipes += _radii_on_digits(protocol, model, noise)
     return experiment_of("auto", "a radius that adjusts itself", protocol, recipes, trials=3)
+
+
+def _radii_on_digits(protocol: Protocol, model: str, noise: float) -> list[Recipe]:
+    own = TRANSFORMER if model == "vit" else {}
+    fields = {**small_fields("digits", protocol), **own, "label_noise": noise}
+    name = f"{home_of(protocol)}/digits-{model}-{{}}{f'-noise-{noise}' if noise else ''}"
+    recipes = [Recipe(**fields, method="erm", name=name.format("erm"))]
+    for variant, radius in {**RADII, **LATE_AUTO}.items():
+        settings, named = {**radius, "inner_lr": 1.0}, name.format(f"amp-{variant}")
+        recipes.append(Recipe(**fields, method="amp", settings=settings, name=named))
+    return recipes
 
 
 def _times(factor: float, protocol: Protocol) -> int:

@@ -215,11 +215,12 @@ def _variant(recipe: Recipe, experiment: Experiment) -> str:
 
 
 def _differences(recipe: Recipe, experiment: Experiment) -> list[str]:
-    """From the experiment's first recipe of ERM with these data that follows no protocol either but has its length."""
+    """From the experiment's first ERM with these data and network that follows no protocol but has its length."""
     alike = [
         one
         for one in experiment.recipes
-        if (one.method, one.data, one.validation, one.protocol) == ("erm", recipe.data, recipe.validation, OWN)
+        if (one.method, one.data, one.model, one.validation, one.protocol)
+        == ("erm", recipe.data, recipe.model, recipe.validation, OWN)
     ]
     usual = PROTOCOLS[experiment.protocol].epochs
     base = next((one for one in alike if one.epochs == usual), alike[0] if alike else recipe)
