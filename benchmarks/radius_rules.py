@@ -43,18 +43,9 @@ from examples import transformer
 
 BATCH, FIRST, HELD_OUT, MATCHED = 50, 0.1, 0.1, 0.6
 RULES = (
-    "0",
-    "0.06",
-    "0.12",
-    "0.25",
-    "0.5",
-    "auto",
-    "rise-1.2",
-    "rise-1.5",
-    "rise-2",
-    "rise-3",
-    "rise-1-1.5",
-    "rise-1-3",
+    *("0", "0.06", "0.12", "0.25", "0.5", "auto"),
+    *("rise-1.05", "rise-1.1", "rise-1.2", "rise-1.5", "rise-2", "rise-3"),
+    *("rise-1-1.2", "rise-1-1.5", "rise-1-3"),
 )
 
 
