@@ -142,12 +142,11 @@ def all_ranks() -> list[Any]:
     return [torch.distributed.group.WORLD]
 
 
-def is_same_everywhere(numbers: Tensor) -> bool:
-    """Have all ranks, of which there are several, these numbers? Every rank must call this with as many."""
-    extremes = torch.cat([numbers, -numbers])
-    torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX)
-    highest, lowest = extremes.chunk(2)
-    return torch.equal(highest, -lowest)
+def numbers_of_ranks(numbers: Tensor) -> Tensor:
+    """A row for each rank, of which there are several. Every rank must call this with as many."""
+    rows = [torch.empty_like(numbers) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(rows, numbers)
+    return torch.stack(rows)
 
 
 def mean_of_ranks(numbers: Tensor, groups: Sequence[Any]) -> Tensor:

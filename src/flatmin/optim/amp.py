@@ -165,7 +165,7 @@ class AMP(PerturbedOptimizer):
                 settings += (step.rate, step.epsilon)
         if not steps:
             return
-        measured.epsilon = steps[0].epsilon
+        measured.epsilon = self.perturbed_groups()[0]["epsilon"]
         storage.keep_theta(params)
         is_last = n + 1 == self.inner_iter
         if n == 0 and is_last and self.norm == "l2":  # Δ = rate · factor · ∇J, which is not needed later

@@ -42,7 +42,7 @@ from flatmin.optim.call_checks import (
     usable_scaler,
 )
 from flatmin.optim.pass_start import ForwardHook, PassStart
-from flatmin.optim.telemetry.step_info import Last, Measured, detached_loss, mean_loss, mean_of
+from flatmin.optim.telemetry.step_info import Last, Measured, detached_loss, mean_loss, mean_of, whole
 from flatmin.optim.update.grad_scaler import (
     Owners,
     check_scaler_used,
@@ -167,7 +167,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         optimizer.forget_step()
         optimizer._process_groups, optimizer._is_new = None, True
         if optimizer.matching is not None:
-            optimizer.matching.take()  # of steps that are no longer part of this training
+            optimizer.matching.optimizer_was_loaded()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Outside a pass this also starts a new step, whether before or after its forward pass."""
@@ -210,7 +210,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     def note_losses(self, loss: Tensor, loss_perturbed: Tensor) -> None:
         """The losses of the passes of this step, which blocks do not see: at θ, and in the last block."""
-        self._measured.numbers |= {"loss": loss.detach(), "loss_perturbed": loss_perturbed.detach()}
+        self._measured.numbers |= {"loss": whole(loss), "loss_perturbed": whole(loss_perturbed)}
 
     @property
     def step_settings(self) -> tuple[Any, ...]:

@@ -95,7 +95,7 @@ class RMP(PerturbedOptimizer):
         fill_with_noise(moved, like=everything, norm=drawn, generator=self.generator)
         lengths = [norms([storage.perturbed(p) for p in here], norm=self.norm).to(self._home) for here in params]
         epsilons = [group["epsilon"] for group in groups]
-        measured.epsilon = epsilons[0]
+        measured.epsilon = self.perturbed_groups()[0]["epsilon"]
         if self.noise == "cube":
             factors = cube_factors(lengths, params, epsilons, ball=self.ball)
         else:

@@ -718,3 +718,103 @@ def test_captured_steps_are_counted_without_a_host_sync() -> None:
             torch.cuda.set_sync_debug_mode("default")
         factors.append(radius.step(float(step(x)) + 0.01))
     assert factors[0] == pytest.approx(factors[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("first", ["the radius", "the optimizer"])
+def test_a_radius_and_its_optimizer_are_loaded_in_any_order(first: str) -> None:
+    straight, resumed = Bowl("auto"), Bowl("auto")
+    straight.steps()
+    saved = [copy.deepcopy(one.state_dict()) for one in (straight.radius, straight.optimizer)]
+    resumed.steps(1)  # is forgotten
+    pairs: list[Any] = list(zip((resumed.radius, resumed.optimizer), saved, strict=True))
+    for one, state in pairs if first == "the radius" else pairs[::-1]:
+        one.load_state_dict(state)
+    resumed.theta.data.copy_(straight.theta)
+    for bowl in (straight, resumed):
+        bowl.steps(1)
+    assert resumed.radius.state_dict() == straight.radius.state_dict()
+    assert resumed.radius.step(0.95) == straight.radius.step(0.95)
+    saved[1] = copy.deepcopy(straight.optimizer.state_dict())
+    resumed.steps()
+    resumed.optimizer.load_state_dict(saved[1])  # alone
+    assert resumed.radius.state_dict()["sums"] is None
+
+
+@pytest.mark.parametrize("held_out", [0.95, 0.55, 1.2])
+def test_where_the_base_maximises_it_is_the_mirror_image(held_out: float) -> None:
+    class Hill(Bowl):
+        def loss(self) -> Tensor:
+            return -super().loss()
+
+    bowl, hill = Bowl("auto"), Hill("auto")
+    hill.optimizer.param_groups[0]["maximize"] = True
+    for _ in range(3):
+        for one in (bowl, hill):
+            one.steps()
+        assert hill.radius.step(-held_out) == pytest.approx(bowl.radius.step(held_out), rel=1e-12)
+    assert hill.epsilon == pytest.approx(bowl.epsilon, rel=1e-12)
+    assert hill.epsilon != 0.1
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({}, "is not the state of a MatchedRadius"),
+        ({"first": [0.1], "sums": [1.0, 2.0, 3.0, 4.0], "lacks_losses": False}, "or that of another version"),
+        ({"first": [0.1, 0.1], "sums": None, "lacks_losses": False}, "with 2 parameter groups, got an opt"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_an_error_and_nothing_is_lost(state: dict[str, Any], message: str) -> None:
+    bowl = Bowl("auto")
+    bowl.steps()
+    before = bowl.radius.state_dict()
+    with pytest.raises(ValueError, match=message):
+        bowl.radius.load_state_dict(state)
+    assert bowl.radius.state_dict() == before
+
+
+def test_a_group_that_was_taken_away_is_an_error_and_nothing_is_lost() -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = flatmin.AMP(torch.optim.SGD([{"params": [w]} for w in weights], lr=0.1), epsilon="auto")
+    step_on_squares(optimizer)
+    taken, before = optimizer.param_groups.pop(), optimizer.radius.state_dict()
+    with pytest.raises(ValueError, match="started with 2 parameter groups, and the optimizer has 1; make a new"):
+        optimizer.radius.step(1e6)
+    optimizer.param_groups.append(taken)
+    assert optimizer.radius.state_dict() == before
+    assert optimizer.radius.step(1e6) == 3
+
+
+@pytest.mark.parametrize("ball", ["global", "group"])
+def test_a_group_that_joins_later_has_a_least_radius_too(ball: Any) -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    groups: list[dict[str, Any]] = [{"params": weights[:1]}, {"params": weights[1:], "epsilon": 0.0}]
+    optimizer = flatmin.AMP(torch.optim.SGD(groups, lr=1e-9), epsilon="auto", ball=ball)
+    step_on_squares(optimizer)
+    optimizer.radius.step(0.0)
+    optimizer.param_groups[1]["epsilon"] = optimizer.param_groups[0]["epsilon"]
+    for _ in range(20):
+        step_on_squares(optimizer)  # one ball has one radius: else this is an error
+        optimizer.radius.step(0.0)
+    least = [0.001, 0.001 if ball == "global" else 0.1 * 2 / 3 / 100]
+    assert [group["epsilon"] for group in optimizer.param_groups] == pytest.approx(least)
+
+
+def test_a_radius_below_the_least_one_does_not_grow_where_it_should_shrink() -> None:
+    bowl = Bowl(0.5)
+    bowl.optimizer.param_groups[0]["epsilon"] = 0.002
+    bowl.steps()
+    bowl.radius.step(0.0)
+    assert bowl.epsilon == 0.002
+
+
+def test_a_radius_that_is_switched_off_after_a_schedule_stays_off() -> None:
+    bowl = Bowl("auto")
+    scheduler = flatmin.RadiusScheduler(bowl.optimizer, total_steps=2)
+    for _ in range(2):
+        bowl.steps(1)
+        scheduler.step()
+    bowl.optimizer.param_groups[0]["epsilon"] = 0.0
+    with pytest.raises(ValueError, match="that is adjusted must be above 0, got 0 in all groups"):
+        bowl.radius.step(3.0)
+    assert bowl.epsilon == 0.0

@@ -183,6 +183,15 @@ def test_a_new_group_has_the_share_of_the_others_at_once(
         training.run(added - 1, added)
 
 
+def test_of_two_schedulers_the_last_one_sets_the_radius_of_a_new_group() -> None:
+    first = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer = flatmin.AMP(first, epsilon=0.1, ball="group")
+    earlier, last = (flatmin.RadiusScheduler(optimizer, 4, start=0.0, every=every) for every in (2, 1))
+    earlier.step()  # to a step without a perturbation
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "epsilon": 0.05})
+    assert last.get_last_radius() == [0.1, 0.05]
+
+
 def test_an_optimizer_that_holds_its_scheduler_can_be_copied() -> None:
     weight = nn.Parameter(torch.ones(1))
     optimizer = flatmin.AMP(torch.optim.SGD([weight], lr=0.1), epsilon=0.2)

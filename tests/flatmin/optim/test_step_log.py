@@ -148,6 +148,20 @@ def test_epsilon_is_that_of_the_last_step_of_a_line() -> None:
     assert [numbers["epsilon"] for _, numbers in lines] == [0.2]
 
 
+def test_epsilon_is_that_of_the_last_step_of_a_line_that_was_perturbed() -> None:
+    _, optimizer, step = training()
+    scheduler, lines = flatmin.RadiusScheduler(optimizer, 7, start=0.0, every=2), Lines()
+    with flatmin.StepLog(optimizer, lines, every=2):
+        for _ in range(7):
+            step(batches(1)[0])
+            scheduler.step()
+        optimizer.param_groups[0]["epsilon"] = 0.0
+        for _ in range(3):
+            step(batches(1)[0])
+    assert [numbers["epsilon"] for _, numbers in lines] == [0.1, 0.1, 0.1, 0.1, 0.0]
+    assert ["delta_norm" in numbers for _, numbers in lines] == [True] * 4 + [False]
+
+
 def test_fewer_steps_a_line_may_be_asked_for_later() -> None:
     lines = Lines()
     _, optimizer, step = training()

@@ -96,6 +96,35 @@ def match_own(rank: int) -> dict[str, Any]:
     return {"weights": [torch.ones(1)], "radius": optimizer.param_groups[0]["epsilon"]}
 
 
+def match_early(rank: int) -> dict[str, Any]:
+    """Networks of their own from the same seed, which are evaluated once before any training."""
+    case = own_part(twelve(), rank)
+    optimizer = AMP(SGD(case.model.parameters(), lr=1e-6), epsilon="auto", inner_lr=1e3, model=case.model)
+    assert optimizer.radius.step(1.0) == 1
+    optimizer.step(case.closure(optimizer))
+    return {"weights": [torch.ones(1)], "factor": optimizer.radius.step(1e6 if rank == 0 else -1e6)}
+
+
+def match_in_pairs(rank: int) -> dict[str, Any]:
+    """Every two ranks share a model, which the optimizer is not told: of two, all do."""
+    case = own_part(twelve(), rank)
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
+    plain = case.model
+    with torch.no_grad():
+        next(plain.parameters()).add_(rank // 2)
+    case.model = DistributedDataParallel(plain, process_group=pairs[rank // 2])
+    optimizer = AMP(SGD(plain.parameters(), lr=1e-6), epsilon="auto", inner_lr=1e3)
+    optimizer.step(case.closure(optimizer))
+    message, factor = "", 0.0
+    try:
+        factor = optimizer.radius.step(1e6)
+    except ValueError as error:
+        message = str(error)
+        optimizer.model = case.model
+        factor = optimizer.radius.step(1e6)  # nothing was lost
+    return {"weights": [torch.ones(1)], "message": message, "factor": factor}
+
+
 def match_without_losses(rank: int) -> dict[str, Any]:
     """The closure of one rank does not return its loss: all of them hear of it."""
     case = own_part(twelve(), rank)
@@ -449,6 +478,8 @@ JOBS: dict[str, Any] = {
     "as-one-matched": train_matched,
     **{f"matched-unseen-{given}": partial(match_unseen, given=given) for given in ("none", "plain")},
     "matched-own": match_own,
+    "matched-early": match_early,
+    "matched-pairs": match_in_pairs,
     "matched-without-losses": match_without_losses,
     "matched-after-join": match_after_join,
     "join-without-data": join_without_data,

@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
-from flatmin import AMP, RMP, RadiusScheduler
+from flatmin import AMP, RMP, RadiusScheduler, StepLog
 from flatmin.ball import BALLS, NORMS, norms, project_, uniform_
 from flatmin.core.tensors import plain
 from tests.integrations.ranks.overflow import overflow_once, whole
@@ -97,6 +97,31 @@ def train(rank: int, how: str, *, base: str = "sgd", form: str = "closure", **se
         results.append(whole(case.model.parameters()))
         lengths.append([float(n) for n in (optimizer.last.grad_norm, optimizer.last.delta_norm)])  # type: ignore[arg-type]
     return {"single": results[0], "spread": results[1], "lengths": lengths}
+
+
+def log_spread_loss(rank: int) -> dict[str, Any]:
+    """A loss that is left as a DTensor: the automatic radius and the log see the number."""
+    found = []
+    for is_spread in (False, True):
+        case = double()
+        if is_spread:
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel(use_local_output=False)}
+            parallelize_module(case.model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+        optimizer = AMP(SGD(case.model.parameters(), lr=0.1), epsilon="auto", model=case.model)
+        lines: list[dict[str, float]] = []
+
+        def closure(case: Setup = case, optimizer: AMP = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = case.model(case.x).square().mean()
+            loss.backward()
+            return loss
+
+        with StepLog(optimizer, lambda step, numbers, lines=lines: lines.append(numbers), every=3):
+            for _ in range(3):
+                loss = optimizer.step(closure)
+            factor = optimizer.radius.step(loss.detach() + 0.1)
+        found.append([factor, *(lines[0].values() if rank == 0 else [])])
+    return {"whole": found[0], "spread": found[1]}
 
 
 def skip_together(rank: int, base: str, scaled: bool) -> dict[str, Any]:
@@ -307,6 +332,7 @@ def jobs(ranks: int, folder: Path) -> dict[str, Any]:
         **{f"save-{base}": partial(save, base=base, folder=str(folder)) for base in BASES},
         **both_numbers,
         "messages": messages,
+        "spread loss": log_spread_loss,
         **{f"rmp-{ball}": partial(train_at_random, ball=ball) for ball in BALLS},
         **{
             f"{how}-{form}-{n}": partial(train, how=how, form=form, inner_iter=n)

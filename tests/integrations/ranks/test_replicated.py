@@ -81,6 +81,14 @@ def test_ranks_with_models_of_their_own_adjust_their_own_radii(seen: Seen) -> No
         [0.1 * 3.0 ** (1 + rank) for rank in range(len(seen))]
     )
     assert all(results["matched-unseen-plain"]["radius"] != 0.1 for results in seen)
+    assert [results["matched-early"]["factor"] for results in seen] == [3.0] + [2 / 3] * (len(seen) - 1)
+
+
+def test_ranks_of_which_only_some_share_a_model_must_say_so(seen: Seen) -> None:
+    for results in seen:
+        assert results["matched-pairs"]["factor"] == 3
+        message = results["matched-pairs"]["message"]
+        assert ("got 2 different models on 4 ranks; give flatmin.AMP the Distr" in message) == (len(seen) == 4)
 
 
 def test_losses_that_one_rank_lacks_are_missed_on_all(seen: Seen) -> None:

@@ -42,6 +42,12 @@ def test_a_list_is_measured_in_one_message(seen: Seen) -> None:
     assert {job["count"] for job in all_of(seen, "messages")} == {1}
 
 
+def test_a_loss_that_is_spread_is_seen_whole(seen: Seen) -> None:
+    for job in all_of(seen, "spread loss"):
+        assert job["spread"] == pytest.approx(job["whole"], rel=1e-6)
+        assert job["spread"][0] != 1
+
+
 WAYS = [
     *(f"{how}-{form}-{n}" for how in ("sharded", "tensor-parallel") for form in FORMS for n in (1, 2)),
     *(f"sharded-{base}" for base in BASES),

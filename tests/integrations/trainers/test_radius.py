@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import ConcatDataset
 
 import flatmin
 from tests.support.cases import same
@@ -302,11 +303,13 @@ class Validated(on_lightning.Module):
 HELD_OUT = on_lightning.data(seed=9, size=6)
 
 
-def validated(module: Validated, callback: FlatMinima, *callbacks: Any, ckpt_path: Any = None, **settings: Any) -> Any:
+def validated(
+    module: Validated, callback: FlatMinima, *callbacks: Any, ckpt_path: Any = None, data: Any = None, **settings: Any
+) -> Any:
     torch.manual_seed(1)
     fitted = on_lightning.trainer(callback, *callbacks, num_sanity_val_steps=1, **settings)
     held_out = torch.utils.data.DataLoader(HELD_OUT, batch_size=6, generator=torch.Generator())
-    fitted.fit(module, on_lightning.loader(), held_out, ckpt_path=ckpt_path)
+    fitted.fit(module, data or on_lightning.loader(), held_out, ckpt_path=ckpt_path)
     return fitted
 
 
@@ -356,17 +359,21 @@ def test_lightnings_callback_matches_the_radius_as_a_loop_by_hand_does(window: i
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_a_resumed_training_matches_on(tmp_path: Path) -> None:
-    """A checkpoint has what was measured since the last validation, too."""
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize("place", ["step=6", "epoch=1"])
+def test_a_resumed_training_matches_on(tmp_path: Path, place: str) -> None:
+    """A checkpoint has what was measured since the last validation, too. (All batches are alike.)"""
     straight, resumed = Validated(), Validated()
-    whole = validated(straight, FlatMinima(epsilon="auto"), max_epochs=4)
+    data: Any = torch.utils.data.DataLoader(ConcatDataset([on_lightning.data(size=6)] * 4), batch_size=6)
+    whole = validated(straight, FlatMinima(epsilon="auto"), data=data, max_epochs=4)
     keeping = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_last=True, save_top_k=-1, filename="{step}")
     after = ModelCheckpoint(tmp_path, filename="{epoch}")
     callbacks = FlatMinima(epsilon="auto"), keeping, after
-    validated(Validated(), *callbacks, enable_checkpointing=True, max_epochs=2)
+    validated(Validated(), *callbacks, data=data, enable_checkpointing=True, max_epochs=2)
     within = torch.load(tmp_path / "step=6.ckpt", weights_only=True)["flatmin_matched_radius"][0]
     assert within["sums"][3] == 2  # steps of the second epoch
-    again = validated(resumed, FlatMinima(epsilon="auto"), max_epochs=4, ckpt_path=str(tmp_path / "epoch=1.ckpt"))
+    place = str(tmp_path / f"{place}.ckpt")
+    again = validated(resumed, FlatMinima(epsilon="auto"), data=data, max_epochs=4, ckpt_path=place)
     assert again.optimizers[0].param_groups[0]["epsilon"] == whole.optimizers[0].param_groups[0]["epsilon"] != 0.1
     assert same(resumed.weights(), straight.weights())
 

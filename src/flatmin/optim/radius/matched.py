@@ -39,12 +39,14 @@ from flatmin.optim.radius.schedule import (
     with_new_radii,
 )
 from flatmin.optim.radius.step_record import SUMS, StepRecord, sum_dtype
+from flatmin.optim.telemetry.step_info import whole
 from flatmin.optim.wrapper import Group
 
 AUTO, FIRST_RADIUS = "auto", 0.1  # epsilon="auto", and where it starts
 RELEASE = 0.6  # the share of the perturbed part of a run in which ε is adjusted, if held-out data are to be trained on
 MAX_FACTOR, MIN_FACTOR = 3.0, 2 / 3  # of one call
 MIN_SHARE = 0.01  # of the first radius: ε never falls below that, because it could not grow from 0
+MISSING = object()
 MIN_AT_EDGE = 0.5  # share of steps with a ball whose edge Δ reaches, below which a larger ε would change little
 
 
@@ -68,8 +70,8 @@ class MatchedRadius:
     are enough. They must be like the training data (with as many wrong labels, if there are any), and the model must be
     in eval mode. On several ranks that train one model, all call it, and the losses are averaged; save its state right
     after a call, or on every rank. If the optimizer does not know which ranks do (it has no `model` that is a
-    DistributedDataParallel), all ranks of the job compare their weights in the first call: from then on those with
-    equal weights average, and those with models of their own are on their own.
+    DistributedDataParallel), all ranks of the job compare their weights in the first call after a step: with equal
+    weights they train one model, with different ones each its own, and if only some are equal, it is an error.
 
     If a `RadiusScheduler` sets the ε of the same optimizer (of several, the last that was made), it applies its shares
     to the radius found here. Its growth must be "constant": this radius grows by itself.
@@ -105,8 +107,10 @@ class MatchedRadius:
         if (ongoing := self._ongoing()) is not None:
             return with_new_radii(self.optimizer, ongoing.radii)
         found = radii_of(self.optimizer)
-        # all 0 if a scheduler is gone that was between two perturbed steps, or before the first one
-        return found if any(found) else with_new_radii(self.optimizer, self.optimizer.scheduled_radii)
+        if any(found) or scheduler_of(self.optimizer) is not None:
+            return found
+        # all 0: a scheduler is gone that was between two perturbed steps, or before the first one
+        return with_new_radii(self.optimizer, self.optimizer.scheduled_radii)
 
     @property
     def calls(self) -> int:
@@ -124,6 +128,8 @@ class MatchedRadius:
     ) -> float:
         """Adjust ε, and return the factor: 1 if nothing was perturbed since the last call, or if a loss is not finite.
 
+        (Below 1 % of the radius that it started with, ε does not shrink.)
+
         `losses` are the mean training losses at θ and at θ + Δ since the last call. A step with a closure that returns
         its loss measures them, and so does `optimizer.step(losses=(loss, loss_perturbed))` after `perturbed()` blocks;
         else, and for steps with `ascent=`, give them here.
@@ -135,6 +141,11 @@ class MatchedRadius:
             raise ValueError(
                 "a radius that is adjusted must be above 0, got 0 in all groups (of a checkpoint without a "
                 "perturbation?); give a group an epsilon above 0"
+            )
+        if (left := len(self.radii)) < (known := len(self._known.first)):
+            raise ValueError(
+                f"the radius was started with {known} parameter groups, and the optimizer has {left}; make a new "
+                "optimizer for other groups"
             )
         record, groups = self._known, self._ranks()
         numbers = None if record.sums is None and not groups else self._mean_of_ranks(new, given, groups)
@@ -152,7 +163,8 @@ class MatchedRadius:
             return 1.0
         if count:
             mean_loss, mean_perturbed, at_edge = (total / count for total in totals)
-            factor = _factor(mean_loss, mean_perturbed, at_edge, new)
+            sign = -1 if self._maximises() else 1
+            factor = _factor(sign * mean_loss, sign * mean_perturbed, at_edge, sign * new)
         else:
             factor = MIN_FACTOR  # every step was skipped: perhaps a smaller ball has a finite loss
         self._scale(factor)
@@ -184,17 +196,31 @@ class MatchedRadius:
         if record.shares_weights is None:  # gradients may be averaged where the optimizer does not see it
             weights = [p for group in self.optimizer.param_groups for p in group["params"]]
             lengths = norms(weights).to(self.optimizer.devices()[0])
-            summary = torch.stack([lengths.new_tensor(float(len(weights))), combine(lengths), lengths[0]])
-            record.shares_weights = distributed.is_same_everywhere(summary)
+            counts = lengths.new_tensor([float(record.sums is not None), float(len(weights))])
+            rows = distributed.numbers_of_ranks(torch.cat([counts, lengths[:1], combine(lengths).reshape(1)]))
+            has_stepped, different = bool(rows[:, 0].any()), len(rows[:, 1:].unique(dim=0))
+            if 1 < different < len(rows):
+                raise ValueError(
+                    f"all ranks must train one model, or each its own, got {different} different models on {len(rows)} "
+                    "ranks; give flatmin.AMP the DistributedDataParallel module: model=ddp_model"
+                )
+            if different == 1 and not has_stepped:  # weights from the same seed, and nothing to average yet
+                return ()
+            record.shares_weights = different == 1
         return distributed.all_ranks() if record.shares_weights else ()
+
+    def _maximises(self) -> bool:
+        """Does the base go up, so that the loss at θ + Δ is the lower one?"""
+        return any(group.get("maximize") for group in self.optimizer.param_groups)
 
     def _scale(self, factor: float) -> None:
         record, radii = self._known, self.radii
-        added = radii[len(record.first) :]
+        firsts = record.first + [0.0] * (len(radii) - len(record.first))  # of a group that was added, or was at 0
         shares = self.optimizer.ball == "global"
-        record.first += [max(record.first) if radius and shares else radius for radius in added]
+        pairs = zip(radii, firsts, strict=True)
+        record.first = [(max(firsts) if shares else first or now) if now else first for now, first in pairs]
         pairs = zip(radii, record.first, strict=True)
-        radii = [max(factor * now, MIN_SHARE * first) if now else 0.0 for now, first in pairs]  # 0 is left alone
+        radii = [max(factor * now, min(now, MIN_SHARE * first)) for now, first in pairs]  # 0 is left alone
         scheduler = self.scheduler if self.scheduler is not None else scheduler_of(self.optimizer)
         if scheduler is None:
             scale_radii(self.optimizer, radii, 1.0)
@@ -208,8 +234,20 @@ class MatchedRadius:
         return {"first": list(record.first), "sums": sums, "lacks_losses": record.lacks_losses}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        record, sums = self._known, state_dict["sums"]
-        record.first, record.lacks_losses = list(state_dict["first"]), state_dict["lacks_losses"]
+        """Before the optimizer's own, or after it."""
+        first, sums, lacks_losses = (state_dict.get(key, MISSING) for key in ("first", "sums", "lacks_losses"))
+        if MISSING in (first, sums, lacks_losses) or not (sums is None or len(sums) == SUMS):
+            raise ValueError(
+                f"this is not the state of a MatchedRadius, or that of another version, got {describe(state_dict)}; "
+                "load the optimizer's alone, which has ε: only what was measured since the last adjustment is missing"
+            )
+        if len(first) > (groups := len(self.optimizer.param_groups)):
+            raise ValueError(
+                f"the state is that of a radius with {len(first)} parameter groups, got an optimizer with {groups}; "
+                "load it with the groups that it was saved with"
+            )
+        record = self._known
+        record.first, record.lacks_losses, record.is_loaded = list(first), lacks_losses, True
         record.sums = None
         if sums is not None:
             home = self.optimizer.devices()[0]
@@ -280,7 +318,7 @@ def _two(losses: object) -> tuple[float, float]:
 
 def _number(name: str, loss: object) -> float:
     if isinstance(loss, Tensor) and loss.numel() == 1:
-        return float(loss.detach())
+        return float(whole(loss))
     if isinstance(loss, Real):
         return float(loss)
     raise TypeError(f"{name} must be a mean, one number, got {describe(loss)}; take the mean over all examples")

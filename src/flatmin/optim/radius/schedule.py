@@ -237,6 +237,8 @@ class RadiusScheduler(LRScheduler):
             self._watches = True
 
     def _group_added(self, group: Group, has_radius: bool) -> None:
+        if (wrapper := self.wrapper) is not None and scheduler_of(wrapper) is not self:
+            return  # a later one sets it
         if self.is_over:  # since then the groups may have been given others
             self.radii = radii_of(self.optimizer)[:-1]
         if not has_radius:

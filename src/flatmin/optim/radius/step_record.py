@@ -20,6 +20,7 @@ class StepRecord:
         # on the device, of both losses, the steps at an edge, those that were not skipped, and all perturbed ones
         self.sums: Tensor | None = None
         self.lacks_losses = False  # was there a step whose losses the optimizer has not seen?
+        self.is_loaded = False  # are the sums those of a checkpoint, without a step since?
         self.calls = 0  # how often it was asked to adjust ε
         self.shares_weights: bool | None = None  # with all ranks, where the optimizer does not know; None: not compared
         self._constants: tuple[Tensor, Tensor, Tensor] | None = None  # a plain number would be copied to the device
@@ -27,6 +28,7 @@ class StepRecord:
     def add(self, last: Last) -> None:
         if last.on_ball is None or last.skipped is None:  # nothing was perturbed
             return
+        self.is_loaded = False
         home = last.on_ball.device
         if self.sums is None:
             self.sums = torch.zeros(SUMS, dtype=sum_dtype(home), device=home)
@@ -44,6 +46,12 @@ class StepRecord:
         """The sums, which start again."""
         sums, self.sums, self.lacks_losses = self.sums, None, False
         return sums
+
+    def optimizer_was_loaded(self) -> None:
+        """Forget the steps before that, but not what was loaded along with the optimizer: in any order."""
+        if not self.is_loaded:
+            self.take()
+        self.is_loaded = False
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:

@@ -16,7 +16,7 @@ class Last:
     and `delta_norm` is ‖Δ‖ over all balls together, both in the ball's norm. `on_ball` is the share of balls where Δ
     was projected back to the edge (for "linf", of tensors with a clamped entry). `skipped` is true if a gradient was
     not finite and θ stayed as it was. `epsilon` is the radius that the step used (that of the first perturbed group, a
-    plain number unless the group has a tensor), and 0 if nothing was perturbed. None means not measured. In
+    plain number, or the group's own tensor), and 0 if nothing was perturbed. None means not measured. In
     `step(closure, ascent=…)` no pass at θ has all the data, so `loss` is None and `grad_norm` is that of the ascent
     pass.
     """
@@ -49,9 +49,16 @@ def loss_in(result: object) -> Tensor | None:
     return result if isinstance(result, Tensor) else None
 
 
+def whole(loss: Tensor) -> Tensor:
+    """A loss without its graph; of one that is spread over ranks, the whole number on each of them."""
+    number = loss.detach()
+    full = getattr(number, "full_tensor", None)  # a DTensor; by name: a build of torch may lack torch.distributed
+    return number if full is None else full()
+
+
 def detached_loss(result: object) -> Tensor | None:
     loss = loss_in(result)
-    return None if loss is None else loss.detach()
+    return None if loss is None else whole(loss)
 
 
 def mean_loss(results: Sequence[object], home: torch.device) -> Tensor | None:

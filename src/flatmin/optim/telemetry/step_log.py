@@ -111,7 +111,8 @@ class StepLog:
         if not self._kept:
             return {}
         kept, self._kept = self._kept, []
-        rows, epsilon, rate = _on_host(kept), kept[-1].epsilon, self._rate
+        rows, rate = _on_host(kept), self._rate
+        epsilon = next((one.epsilon for one in reversed(kept) if one.on_ball is not None), 0)  # the last that was used
         self._look_for_skips(rows)
         numbers = _means(rows)
         if not getattr(self.optimizer, "starts_clean", True):  # RMP has one loss, at θ + Δ
