@@ -32,7 +32,7 @@ from flatmin_lab.report.loader import Run, load_results
 from flatmin_lab.report.paper.deviations import TF32, of_the_data
 from flatmin_lab.report.paper.evidence import ProtocolEvidence, evidence
 from flatmin_lab.report.paper.frontier import Frontier, Kept, Mode
-from flatmin_lab.report.paper.regret import Regret
+from flatmin_lab.report.paper.regret import Regret, mean_regrets
 from flatmin_lab.report.paper.tables import Row, read_all
 from flatmin_lab.runs.result_store import ResultStore
 
@@ -151,7 +151,22 @@ def radii(results: Path) -> str:
     head = ["", "ERM", *(f"ε = {size:g}" for size in sizes), "auto", "regret, %"]
     rows = [_radius_row(one, number, sizes) for one in found for number in range(len(COLUMNS))]
     runs = [run for one in found for row in (one.erm, one.auto, *one.fixed) for run in row.runs]
-    return f"{page_parts.markdown(head, rows)}\n\n{_all_of(runs, 'hardware')}; commit {_all_of(runs, 'commit')}."
+    source = f"{_all_of(runs, 'hardware')}; commit {_all_of(runs, 'commit')}."
+    return "\n\n".join([page_parts.markdown(head, rows), *_means(found), source])
+
+
+def _means(found: Sequence[Regret]) -> list[str]:
+    """The mean regret of each measure, over the problems in which there is a gain to lose."""
+    return [
+        "Mean regret, over the problems with a clear gain: "
+        + "; ".join(
+            f"{column.removesuffix(', %')} {_share(one.share, one.low, one.high)} % ({one.sets} problems)"
+            for column, one in zip(mean.columns, mean.shares, strict=True)
+            if one
+        )
+        + "."
+        for mean in mean_regrets(found)
+    ]
 
 
 def _radius(row: Row) -> float:

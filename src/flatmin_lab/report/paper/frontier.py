@@ -10,7 +10,7 @@ is narrower than the truth. The cost is counted in passes over the training set,
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -116,12 +116,24 @@ def kept_share(erm: Sequence[float], amp: Sequence[float], mode: Sequence[float]
     share = float((np.mean(erm) - np.mean(mode)) / (np.mean(erm) - np.mean(amp)))
     if min(map(len, (erm, amp, mode))) < 2:
         return Kept(share)
-    draw = np.random.default_rng(0)
+    return Kept(share, *middle(resampled_shares(erm, amp, mode)))
+
+
+def resampled_shares(
+    erm: Sequence[float], amp: Sequence[float], mode: Sequence[float], *, stream: int = 0
+) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The shares of so many resamples of the seeds; nan where AMP gains nothing. Each stream draws others."""
+    draw = np.random.default_rng(stream)
     base, best, own = (draw.choice(values, (RESAMPLES, len(values))).mean(axis=1) for values in (erm, amp, mode))
-    gains = base > best  # a resample in which AMP gains nothing has no share
-    shares = (base - own)[gains] / (base - best)[gains]
-    low, high = np.quantile(shares, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Kept(share, float(low), float(high))
+    shares = np.full(RESAMPLES, np.nan)
+    np.divide(base - own, base - best, out=shares, where=base > best)
+    return shares
+
+
+def middle(shares: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:
+    """The ends of the interval that holds most of them."""
+    low, high = np.nanquantile(shares, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)
 
 
 def frontiers(table: FilledTable, times: Sequence[StepTimes] = ()) -> list[Frontier]:

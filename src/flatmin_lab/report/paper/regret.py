@@ -3,8 +3,10 @@
     regret = (auto − best) / (ERM − best)          of error, NLL or ECE, means over the seeds
 
 0 is as good as the best fixed radius, 1 no better than ERM; below 0 it is better than all of them. The best one is
-chosen for each column, among those clearly better than ERM, by the very numbers that it is then compared with, so the
-regret is rather too high than too low. Where no fixed radius is clearly better, there is no gain to lose a share of.
+chosen for each column, among those clearly better than ERM, by the very numbers that it is then compared with: by
+chance alone, this makes the regret too high. It is too low if the best radius has not been tried, or only once, which
+shows no clear gain: `Lost.remarks` says where that may be. Where no fixed radius is clearly better, there is no gain to
+lose a share of.
 """
 
 from collections.abc import Sequence
@@ -12,8 +14,10 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import NamedTuple
 
+import numpy as np
+
 from flatmin_lab.methods import AUTO
-from flatmin_lab.report.paper.frontier import kept_share
+from flatmin_lab.report.paper.frontier import kept_share, middle, resampled_shares
 from flatmin_lab.report.paper.tables import FilledTable, Row
 from flatmin_lab.report.stats import welch
 
@@ -27,6 +31,7 @@ class Lost(NamedTuple):
     low: float | None
     high: float | None
     best: Row
+    remarks: tuple[str, ...] = ()  # why a better radius may have been missed
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,21 @@ class Regret:
     lost: list[Lost | None]
 
 
+class MeanShare(NamedTuple):
+    """Over so many sets with a gain; the interval, from resamples of each, is there if all of them have one."""
+
+    share: float
+    sets: int
+    low: float | None
+    high: float | None
+
+
 class MeanRegret(NamedTuple):
-    """An automatic radius over all data sets: for each column the mean share, and how many sets have a gain there."""
+    """An automatic radius over all data sets, in each column."""
 
     name: str
     columns: list[str]
-    shares: list[tuple[float, int] | None]
+    shares: list[MeanShare | None]
 
 
 def mean_regrets(found: Sequence[Regret]) -> list[MeanRegret]:
@@ -53,11 +67,24 @@ def mean_regrets(found: Sequence[Regret]) -> list[MeanRegret]:
     means = []
     for name in dict.fromkeys(one.auto.name for one in found):
         same = [one for one in found if one.auto.name == name]
-        lost = [[part.share for part in column if part] for column in zip(*(one.lost for one in same), strict=True)]
-        shares = [(mean(column), len(column)) if len(column) > 1 else None for column in lost]
+        shares = [_mean_share(same, number) for number in range(len(same[0].columns))]
         if any(shares):
             means.append(MeanRegret(name, same[0].columns, shares))
     return means
+
+
+def _mean_share(found: Sequence[Regret], number: int) -> MeanShare | None:
+    parts = [(one, lost) for one in found if (lost := one.lost[number]) is not None]
+    if len(parts) < 2:
+        return None
+    low = high = None
+    if all(lost.low is not None for _, lost in parts):
+        draws = []
+        for stream, (one, lost) in enumerate(parts):
+            compared = (row.cells[number].compared for row in (one.erm, lost.best, one.auto))
+            draws.append(1 - resampled_shares(*compared, stream=stream))
+        low, high = middle(np.mean(draws, axis=0))
+    return MeanShare(mean(lost.share for _, lost in parts), len(parts), low, high)
 
 
 def regrets(table: FilledTable) -> list[Regret]:
@@ -87,7 +114,18 @@ def _lost(erm: Row, fixed: Sequence[Row], auto: Row, number: int) -> Lost | None
     if kept is None:
         return None
     low, high = (None if end is None else 1 - end for end in (kept.high, kept.low))
-    return Lost(1 - kept.share, low, high, best)
+    several = [row for row in fixed if len(row.cells[number].compared) > 1]
+    return Lost(1 - kept.share, low, high, best, _remarks(best, several))
+
+
+def _remarks(best: Row, several: Sequence[Row]) -> tuple[str, ...]:
+    """Of the best radius among those with several runs."""
+    own, *others = (row.recipe.settings["epsilon"] for row in (best, *(row for row in several if row is not best)))
+    if not others:
+        return ("the only radius with several runs",)
+    if own > max(others):
+        return ("the largest radius with several runs",)
+    return ("the smallest radius with several runs",) if own < min(others) else ()
 
 
 def is_clear(base: Sequence[float], lower: Sequence[float]) -> bool:
