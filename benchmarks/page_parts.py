@@ -13,9 +13,9 @@ PAGES = {  # where each part is
     "cost table": ROOT / "docs/speed.md",
     "results table": ROOT / "docs/findings.md",
     "gain table": ROOT / "README.md",
-    "frontier table": ROOT / "docs/cheaper.md",
+    "frontier table": ROOT / "docs/frontier.md",
     "cheap table": ROOT / "README.md",
-    "regret table": ROOT / "docs/choosing_epsilon.md",
+    "regret table": ROOT / "docs/automatic_radius.md",
 }
 
 

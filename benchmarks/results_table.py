@@ -4,7 +4,7 @@
 
 For docs/findings.md one for each data set with runs of the paper's length, with a row for each method and protocol; for
 the README two small ones, with what AMP gains and costs, and with the best two of the cheaper modes; for
-docs/cheaper.md one for each data set with what all cheaper modes keep of that gain; for docs/choosing_epsilon.md one
+docs/frontier.md one for each data set with what all cheaper modes keep of that gain; for docs/automatic_radius.md one
 with fixed radii beside the one that adjusts itself. The rest is on the report's page. It replaces what is between two
 markers in the page; with --check nothing is written, and the exit code is 1 if a page is out of date.
 """

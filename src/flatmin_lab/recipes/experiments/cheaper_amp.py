@@ -59,7 +59,7 @@ def frontier(protocol: Protocol) -> Experiment:
     Left out after the first numbers on CIFAR-10 at 60 epochs, one run each, to spend the time on others: thinner
     perturbations of the second half (`every` 5, and 2 with a later drop), since every second step of it keeps about as
     much as every step of the last quarter, at the same cost; and twice the radius without a later drop, since 0.25 has
-    a higher NLL than 0.12 in the sweep, which has N = 2 (docs/cheaper.md). Added after the first table with three
+    a higher NLL than 0.12 in the sweep, which has N = 2 (docs/frontier.md). Added after the first table with three
     seeds, in which a late start keeps less of the gain in error than in NLL: every fourth step from the beginning, and
     twice the radius in the last quarter with a later drop. Added after that proved best: twice the radius in the last
     tenth; and after the automatic radius had kept up with fixed ones in all steps, or had been better than those: the
