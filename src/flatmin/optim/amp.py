@@ -157,7 +157,8 @@ class AMP(PerturbedOptimizer):
         steps: list[_Ascent] = []
         params: list[Tensor] = []
         settings: list[float | Tensor] = []
-        for group in self.perturbed_groups():
+        groups = self.perturbed_groups()
+        for group in groups:
             step = self._ascent(group, n, unscale, storage)
             if step.params:
                 steps.append(step)
@@ -165,7 +166,7 @@ class AMP(PerturbedOptimizer):
                 settings += (step.rate, step.epsilon)
         if not steps:
             return
-        measured.epsilon = self.perturbed_groups()[0]["epsilon"]
+        measured.epsilon = groups[0]["epsilon"]
         storage.keep_theta(params)
         is_last = n + 1 == self.inner_iter
         if n == 0 and is_last and self.norm == "l2":  # Δ = rate · factor · ∇J, which is not needed later
