@@ -165,6 +165,25 @@ def test_planned_runs_train_their_common_beginning_once_also_in_a_later_call(tmp
     assert shown.exit_code == 0, shown.output
 
 
+def test_a_command_for_a_part_keeps_the_beginnings_that_other_planned_runs_need(tmp_path: Path) -> None:
+    """First of the plan only ERM, then of a table a run that shares nothing, then what the plan still lacks."""
+    erm, late = "smoke/cifar10-vgg16-erm", "smoke/cifar10-preactresnet18-amp-start-0.75"
+    base = "smoke/cifar10-preactresnet18-erm"
+    plan = {"runs": [{"name": name, "seed": 0, "planned": "2026-01-01"} for name in (base, late)]}
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "planned.json").write_text(json.dumps(plan))
+    of_erm = ["--methods", "erm", "--seeds", "0", "--workers", 1, *places(tmp_path)]
+    table = ["table1", "--protocol", "smoke", "--data", "cifar10"]
+    for arguments in (["--planned"], table):
+        ended = flatmin("reproduce", *arguments, *of_erm)
+        assert ended.exit_code == 0, ended.output
+        assert len([*(tmp_path / "runs" / f"{base}-0").glob("checkpoint-*")]) == 2
+    assert (tmp_path / "results" / f"{erm}-0.json").exists()
+    last = flatmin("reproduce", "--planned", "--workers", 1, *places(tmp_path))
+    assert f"began at epoch 2 of 3, from {base}-0" in words(last.stderr)
+    assert len([*(tmp_path / "runs" / f"{base}-0").glob("checkpoint-*")]) == 1
+
+
 def test_of_a_plan_one_experiment_or_protocol_can_be_carried_out(tmp_path: Path) -> None:
     for experiment, protocol in (("spiral", "smoke"), ("spiral", "paper"), ("frontier", "short")):
         arguments = [experiment, "--protocol", protocol, "--methods", "erm", "--seeds", "0", "--plan"]

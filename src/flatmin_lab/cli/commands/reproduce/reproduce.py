@@ -159,7 +159,7 @@ def reproduce(
             if dry_run:
                 _dry_run(todo, selection, sets, there, console)
                 return
-            sharing = () if no_share else tuple(run.job for run in selection.runs)
+            sharing = () if no_share else selection.sharing
             options = RunOptions(store, str(data_dir), together, checkpoint_epochs, sharing=sharing)
             with stop_on_signals() as stop:
                 compiles = there.device.startswith("cuda") and any(run.job.recipe.compile for run in todo)

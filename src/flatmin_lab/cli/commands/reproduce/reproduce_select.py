@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from flatmin_lab.data.sources.synthetic import original_name
 from flatmin_lab.evaluation import post_training
@@ -22,6 +23,7 @@ class Selection:
     runs: Sequence[Run]
     states: dict[tuple[str, int], State] = field(default_factory=dict)
     damaged: dict[tuple[str, int], str] = field(default_factory=dict)  # why the results of these runs cannot be read
+    planned: Sequence[Job] = ()  # all that are planned, also those that were not asked for
 
     @property
     def trained(self) -> list[Experiment]:
@@ -31,6 +33,11 @@ class Selection:
     @property
     def measured(self) -> list[Experiment]:
         return [experiment for experiment in self.experiments if not experiment.trials]
+
+    @property
+    def sharing(self) -> tuple[Job, ...]:
+        """The runs that need beginnings, now or in a later command: a part of the plan keeps those of the others."""
+        return tuple({job.key: job for job in (*(run.job for run in self.runs), *self.planned)}.values())
 
     def state(self, job: Job) -> State | None:
         """None where its result cannot be read."""
@@ -100,7 +107,8 @@ def select_runs(
     runs = _measured(runs, _words(measure, set(post_training.PARTS), "--measure") if measure else set())
     shown = experiments or [EXPERIMENTS["table1"](protocol) for protocol in PROTOCOLS if _has(runs, protocol)]
     states, damaged = states_of(runs, store)
-    return Selection(experiments=shown, runs=runs, states=states, damaged=damaged)
+    jobs = [Job(by_name()[run["name"]], run["seed"]) for run in _not_withdrawn(store) if run["name"] in by_name()]
+    return Selection(experiments=shown, runs=runs, states=states, damaged=damaged, planned=jobs)
 
 
 def states_of(
@@ -147,7 +155,7 @@ def _planned(store: ResultStore, experiments: Sequence[Experiment], protocol: st
     Of experiments only their own runs, and what they measure besides what was planned; or of a protocol all.
     """
     found = []
-    for run in (run for run in store.planned() if "withdrawn" not in run):
+    for run in _not_withdrawn(store):
         if run["name"] not in by_name():
             raise ValueError(f"planned.json names {run['name']!r}, but there is no such recipe; correct it there")
         if unknown := [part for part in run.get("parts", ()) if part not in post_training.PARTS]:
@@ -173,6 +181,10 @@ def _planned(store: ResultStore, experiments: Sequence[Experiment], protocol: st
             "with --plan"
         )
     return found
+
+
+def _not_withdrawn(store: ResultStore) -> list[dict[str, Any]]:
+    return [run for run in store.planned() if "withdrawn" not in run]
 
 
 def _parts_of(experiments: Sequence[Experiment]) -> dict[str, tuple[str, ...]]:
