@@ -26,6 +26,7 @@ from flatmin.optim.rmp import Noise
 from flatmin.optim.wrapper import whole_number
 from flatmin.regularisers import REGULARISERS, Regulariser, erm
 from flatmin_lab.data.normalise import Normalisation
+from flatmin_lab.system.json_types import check_types
 
 CONSTANT = RadiusSchedule()
 NOT_IN_PAPER = {**asdict(CONSTANT), "ascent_share": 1.0}  # of AMP's radius over time
@@ -267,5 +268,6 @@ def build(name: str, *, normalise: Normalisation | None = None, **settings: Any)
         settings = {"mean": normalise.mean, "std": normalise.std, **settings}
     if name != "amp" and settings.get("epsilon") == AUTO:
         raise ValueError(f"epsilon {AUTO} works only with AMP, got it for {name}; give a number")
+    check_types(make, {key: value for key, value in settings.items() if isinstance(value, str)})
     made = make(**settings)
     return made if isinstance(made, Method) else Method(name=name, regulariser=made)

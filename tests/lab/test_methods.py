@@ -1,6 +1,7 @@
 """Every method of the paper with every model: a few steps on a fixed batch lower the loss."""
 
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -170,6 +171,25 @@ def test_a_method_can_be_sent_to_another_process(name: str) -> None:
 )
 def test_wrong_settings_are_named(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        methods.build(name, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "rule"),
+    [
+        ("amp", {"release": "half", "epsilon": "auto"}, "a number or null"),
+        ("amp", {"held_out": "0.1.", "epsilon": "auto"}, "a number or null"),
+        ("amp", {"ascent_share": "a quarter"}, "a number"),
+        ("dropout", {"rate": "no"}, "a number"),
+        ("label_smoothing", {"smoothing": "some"}, "a number"),
+        ("flooding", {"level": "low"}, "a number"),
+        ("mixup", {"alpha": "one"}, "a number"),
+        ("adversarial", {"epsilon": "8/255", "mean": [0.5], "std": [0.5]}, "a number"),
+    ],
+)
+def test_a_word_where_a_number_belongs_is_named(name: str, settings: dict[str, Any], rule: str) -> None:
+    key, value = next(iter(settings.items()))
+    with pytest.raises(TypeError, match=rf"{key} must be {rule}, got a str: '{re.escape(value)}'"):
         methods.build(name, **settings)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -128,13 +129,14 @@ def _on_this_machine(devices: list[str], workers: int | None, default_workers: C
 
 
 def parse_settings(pairs: list[str] | None, flag: str = "--set") -> dict[str, Any]:
-    """The settings of --set KEY=VALUE; numbers become numbers, and 0.9,0.95 a list of them."""
+    """The settings of --set KEY=VALUE; numbers become numbers, also .5, and 0.9,0.95 a list of them."""
     found: dict[str, Any] = {}
     for pair in pairs or []:
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise ValueError(f"{flag} takes KEY=VALUE, got {pair!r}")
-        for text in (value, *([f"[{value}]"] if "," in value else []), json.dumps(value)):
+        whole = re.sub(r"(?<![\w.])\.(?=\d)", "0.", value)  # JSON has no .5
+        for text in (value, whole, *([f"[{whole}]"] if "," in value else []), json.dumps(value)):
             try:
                 found[key] = json.loads(text)
             except ValueError:

@@ -1,10 +1,10 @@
-"""Values read from JSON, checked against the annotations of their dataclass.
+"""Values read from JSON or a command line, checked against the annotations of their dataclass or function.
 
 JSON has lists where a dataclass has tuples, and writes 1.0 as 1: both are accepted. Errors name the field.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 NAMES = {str: "text", bool: "true or false", int: "a whole number", float: "a number", NoneType: "null"}
 
 
-def check_types(kind: type, values: Mapping[str, Any]) -> None:
+def check_types(kind: Callable[..., Any], values: Mapping[str, Any]) -> None:
     """Raise a TypeError where a value cannot be the field of its name; names without a field are ignored.
 
     >>> from dataclasses import make_dataclass
@@ -27,7 +27,7 @@ def check_types(kind: type, values: Mapping[str, Any]) -> None:
 
 
 @cache
-def _annotations(kind: type) -> dict[str, Any]:
+def _annotations(kind: Callable[..., Any]) -> dict[str, Any]:
     return get_type_hints(kind)
 
 

@@ -106,6 +106,7 @@ def test_without_momentum_there_is_no_nesterov() -> None:
 
 
 def test_a_setting_is_a_number_a_list_of_them_or_a_word() -> None:
-    pairs = ["a=1", "b=0.9,0.95", "c=word", "d=", "e=x,y", "f=[1]"]
+    pairs = ["a=1", "b=0.9,0.95", "c=word", "d=", "e=x,y", "f=[1]", "g=.5", "h=-.5,.25", "i=a.5", "j=dir/.5"]
     expected = {"a": 1, "b": [0.9, 0.95], "c": "word", "d": "", "e": "x,y", "f": [1]}
+    expected |= {"g": 0.5, "h": [-0.5, 0.25], "i": "a.5", "j": "dir/.5"}
     assert parse_settings(pairs) == expected
