@@ -145,6 +145,7 @@ class FlatMinima(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._matched = []
+        self._matched_states = []  # of a checkpoint that was loaded for another run, such as trainer.test(ckpt_path=…)
         if _has_tuner(trainer):  # it searches in its on_fit_start: ours comes first, and wraps the optimizers
             others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
             trainer.callbacks = [self, *others]  # type: ignore[attr-defined]

@@ -378,6 +378,22 @@ def test_a_resumed_training_matches_on(tmp_path: Path, place: str) -> None:
     assert same(resumed.weights(), straight.weights())
 
 
+def test_a_checkpoint_that_was_validated_is_not_what_the_next_training_has_measured(tmp_path: Path) -> None:
+    """Lightning shows its callbacks also the checkpoints that it loads for validate(), test() and predict()."""
+
+    class Measured(on_lightning.pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.sums = trainer.optimizers[0].radius.state_dict()["sums"]
+
+    callback, measured = FlatMinima(epsilon="auto"), Measured()
+    keeping = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    trained = validated(Validated(), callback, keeping, enable_checkpointing=True, max_epochs=2)
+    held_out = torch.utils.data.DataLoader(HELD_OUT, batch_size=6)
+    trained.validate(Validated(), held_out, ckpt_path=str(tmp_path / "step=6.ckpt"))
+    validated(Validated(), callback, measured)
+    assert measured.sums is None
+
+
 def test_what_steps_measure_has_the_losses() -> None:
     """Also of steps without a perturbation."""
     module = on_lightning.Module("mlp")
