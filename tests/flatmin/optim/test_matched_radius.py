@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import flatmin
+from flatmin.optim.radius import RadiusSchedule
 from flatmin.optim.radius.step_record import StepRecord
 
 CURVATURE = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
@@ -315,7 +316,9 @@ def test_a_scheduler_that_grows_or_is_anothers_is_refused() -> None:
     with pytest.raises(ValueError, match='adjusted to held-out data grows by itself, got growth="cosine"'):
         flatmin.RadiusScheduler(Bowl("auto").optimizer, 10, growth="cosine")
     scheduler = flatmin.RadiusScheduler(bowl.optimizer, 10)
-    scheduler.load_state_dict({**scheduler.state_dict(), "growth": "linear"})
+    with pytest.raises(ValueError, match='adjusted to held-out data grows by itself, got growth="linear"'):
+        scheduler.load_state_dict({**scheduler.state_dict(), "growth": "linear"})
+    scheduler.schedule = RadiusSchedule(growth="linear")
     bowl.optimizer.add_param_group(new_group())  # refused when it is stepped, and not here
     with pytest.raises(ValueError, match='grows by itself, got a scheduler with growth="linear"'):
         bowl.radius.step(1.0)
