@@ -197,7 +197,8 @@ class MatchedRadius:
             weights = [p for group in self.optimizer.param_groups for p in group["params"]]
             lengths = norms(weights).to(self.optimizer.devices()[0])
             counts = lengths.new_tensor([float(record.sums is not None), float(len(weights))])
-            rows = distributed.numbers_of_ranks(torch.cat([counts, lengths[:1], combine(lengths).reshape(1)]))
+            mine = torch.cat([counts, lengths[:1], combine(lengths).reshape(1)])
+            rows = distributed.numbers_of_ranks(mine.nan_to_num())  # nan is not equal to nan, but replicas may both be
             has_stepped, different = bool(rows[:, 0].any()), len(rows[:, 1:].unique(dim=0))
             if 1 < different < len(rows):
                 raise ValueError(
