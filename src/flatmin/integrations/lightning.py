@@ -206,6 +206,8 @@ class FlatMinima(pl.Callback):
     ) -> None:
         if self._matched:
             checkpoint[MATCHED] = [matched.state_dict() for matched in self._matched]
+        for radius, state in zip(self._radii, checkpoint.get("optimizer_states", []), strict=False):
+            radius.complete(state.get("param_groups", []))  # there are none on ranks that save nothing
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
