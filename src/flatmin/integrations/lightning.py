@@ -145,6 +145,7 @@ class FlatMinima(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._matched = []
+        self._matched_states = []  # of a checkpoint that was loaded for another run, such as trainer.test(ckpt_path=…)
         if _has_tuner(trainer):  # it searches in its on_fit_start: ours comes first, and wraps the optimizers
             others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
             trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
@@ -205,6 +206,8 @@ class FlatMinima(pl.Callback):
     ) -> None:
         if self._matched:
             checkpoint[MATCHED] = [matched.state_dict() for matched in self._matched]
+        for radius, state in zip(self._radii, checkpoint.get("optimizer_states", []), strict=False):
+            radius.complete(state.get("param_groups", []))  # there are none on ranks that save nothing
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

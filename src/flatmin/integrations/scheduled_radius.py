@@ -1,8 +1,13 @@
 """ε during training, in a trainer that counts the steps: `start`, `growth` and `every` of FlatMinima and AMPTrainer.
 
 During a step the groups of the optimizer have the schedule's share of ε, and between steps all of it. So checkpoints
-contain all of ε, and a hook or a `MatchedRadius` may change it between steps.
+contain all of ε, and a hook or a `MatchedRadius` may change it between steps. In a checkpoint that is saved within a
+step, as for a job that is about to be preempted, the trainers replace the share.
 """
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -36,6 +41,21 @@ class ScheduledRadius:
                 "validation, in a Hugging Face callback in on_step_end"
             )
         self.restore()
+
+    def complete(self, groups: Iterable[dict[str, Any]]) -> None:
+        """All of ε in the groups of a checkpoint that was saved within a step."""
+        for group, radius in zip(groups, self._radii, strict=False):
+            group["epsilon"] = radius
+
+    @contextmanager
+    def completed(self) -> Iterator[None]:
+        """All of ε in the optimizer itself, while a checkpoint is saved within a step."""
+        shares = radii_of(self._optimizer)
+        try:
+            self.complete(self._optimizer.param_groups)
+            yield
+        finally:
+            scale_radii(self._optimizer, shares, 1.0)
 
     def restore(self) -> None:
         """All of ε again, also after an error."""

@@ -8,6 +8,7 @@ to the Trainer. The loss it reports is that of the clean passes, the gradient no
 import json
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -201,7 +202,8 @@ class AMPTrainer(Trainer):
         return metrics
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
+        with nullcontext() if self._radius is None else self._radius.completed():
+            super()._save_optimizer_and_scheduler(output_dir)
         if (matched := self._matched) is not None and self.args.should_save:
             Path(output_dir, MATCHED).write_text(json.dumps(matched.state_dict()))
 

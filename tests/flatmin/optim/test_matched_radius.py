@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import flatmin
+from flatmin.optim.radius import RadiusSchedule
 from flatmin.optim.radius.step_record import StepRecord
 
 CURVATURE = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
@@ -315,7 +316,9 @@ def test_a_scheduler_that_grows_or_is_anothers_is_refused() -> None:
     with pytest.raises(ValueError, match='adjusted to held-out data grows by itself, got growth="cosine"'):
         flatmin.RadiusScheduler(Bowl("auto").optimizer, 10, growth="cosine")
     scheduler = flatmin.RadiusScheduler(bowl.optimizer, 10)
-    scheduler.load_state_dict({**scheduler.state_dict(), "growth": "linear"})
+    with pytest.raises(ValueError, match='adjusted to held-out data grows by itself, got growth="linear"'):
+        scheduler.load_state_dict({**scheduler.state_dict(), "growth": "linear"})
+    scheduler.schedule = RadiusSchedule(growth="linear")
     bowl.optimizer.add_param_group(new_group())  # refused when it is stepped, and not here
     with pytest.raises(ValueError, match='grows by itself, got a scheduler with growth="linear"'):
         bowl.radius.step(1.0)
@@ -364,6 +367,13 @@ def test_only_amp_has_a_radius_to_match() -> None:
         flatmin.MatchedRadius(base)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"got .*RMP"):
         flatmin.MatchedRadius(flatmin.RMP(base, epsilon=0.1))
+
+
+def test_what_applies_the_radius_is_a_scheduler_of_radii() -> None:
+    optimizer: Any = flatmin.AMP(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), epsilon=0.1)
+    rate: Any = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    with pytest.raises(TypeError, match=r"must have radii and set_radii\(\), .* got .*StepLR; give it a Rad"):
+        flatmin.MatchedRadius(optimizer, scheduler=rate)
 
 
 # ---- epsilon="auto"
@@ -761,10 +771,14 @@ def test_where_the_base_maximises_it_is_the_mirror_image(held_out: float) -> Non
     [
         ({}, "is not the state of a MatchedRadius"),
         ({"first": [0.1], "sums": [1.0, 2.0, 3.0, 4.0], "lacks_losses": False}, "or that of another version"),
+        ({"first": None, "sums": None, "lacks_losses": False}, "is not the state of a MatchedRadius"),
+        ({"first": [0.1], "sums": 5.0, "lacks_losses": False}, "is not the state of a MatchedRadius"),
+        ({"first": [0.1], "lacks_losses": False}, "is not the state of a MatchedRadius"),
+        (None, "not the state of a MatchedRadius, .* got an object of type NoneType; load the optimizer's alone"),
         ({"first": [0.1, 0.1], "sums": None, "lacks_losses": False}, "with 2 parameter groups, got an opt"),
     ],
 )
-def test_a_state_that_does_not_fit_is_an_error_and_nothing_is_lost(state: dict[str, Any], message: str) -> None:
+def test_a_state_that_does_not_fit_is_an_error_and_nothing_is_lost(state: Any, message: str) -> None:
     bowl = Bowl("auto")
     bowl.steps()
     before = bowl.radius.state_dict()

@@ -247,6 +247,37 @@ def test_a_state_keeps_its_own_list_and_a_wrong_one_is_named() -> None:
             scheduler.set_radii(wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"growth": "cubic"}, "unknown growth 'cubic'; choose from constant, linear, cosine"),
+        ({"growth": "linear"}, 'adjusted to held-out data grows by itself, got growth="linear"; use "constant"'),
+        ({"every": 0}, "every must be a whole number of at least 1, got 0"),
+        ({"pause": 3}, "not the state of a RadiusScheduler: it also has pause; load what its state_dict"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(wrong: dict[str, Any], message: str) -> None:
+    optimizer = flatmin.AMP(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), epsilon="auto")
+    scheduler = flatmin.RadiusScheduler(optimizer, 4, start=0.0, every=2)
+    before = scheduler.state_dict()
+    with pytest.raises(ValueError, match=message):
+        scheduler.load_state_dict({**before, "steps": 3, "total_steps": 9, "radii": [0.7], **wrong})
+    assert scheduler.state_dict() == before
+
+
+def test_radii_are_set_to_plain_numbers() -> None:
+    """So that a checkpoint is loaded with weights_only=True, and no step asks a device whether ε is 0."""
+    training = Training().schedule(start=0.0)
+    assert training.scheduler is not None
+    training.scheduler.set_radii([torch.tensor([0.3], dtype=torch.float64).numpy()[0]])
+    assert type(training.scheduler.state_dict()["radii"][0]) is float
+    assert type(training.optimizer.param_groups[0]["epsilon"]) is float
+    wrong: Any
+    for wrong in ([torch.tensor(0.3)], ["0.3"]):
+        with pytest.raises(ValueError, match="radii must be 1 numbers of at least 0, one per group, got"):
+            training.scheduler.set_radii(wrong)
+
+
 def test_steps_of_an_epoch_between_two_calls_are_named_unless_it_counts_epochs() -> None:
     """With total_steps = epochs · len(loader), and called once per epoch, it would never get to its start."""
     weight = nn.Parameter(torch.ones(2))

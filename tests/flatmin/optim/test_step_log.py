@@ -162,6 +162,28 @@ def test_epsilon_is_that_of_the_last_step_of_a_line_that_was_perturbed() -> None
     assert ["delta_norm" in numbers for _, numbers in lines] == [True] * 4 + [False]
 
 
+@pytest.mark.parametrize("start", [0.0, 0.5])
+def test_the_rate_is_that_of_one_group_whether_a_step_is_perturbed_or_not(start: float) -> None:
+    model, _, _ = training()
+    still, moved = list(model.parameters())[:1], list(model.parameters())[1:]
+    groups: list[dict[str, Any]] = [{"params": still, "epsilon": 0.0, "lr": 0.3}, {"params": moved}]
+    optimizer = flatmin.AMP(torch.optim.SGD(groups, lr=0.1), epsilon=0.2)
+    scheduler, lines = flatmin.RadiusScheduler(optimizer, 6, start=start, every=2), Lines()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(batches(1)[0]).square().mean()
+        loss.backward()
+        return loss
+
+    with flatmin.StepLog(optimizer, lines, every=1):
+        for _ in range(6):
+            optimizer.step(closure)
+            scheduler.step()
+    assert {numbers["epsilon"] for _, numbers in lines} == {0.0, 0.2}
+    assert {numbers["lr"] for _, numbers in lines} == {0.1}
+
+
 def test_fewer_steps_a_line_may_be_asked_for_later() -> None:
     lines = Lines()
     _, optimizer, step = training()

@@ -79,6 +79,8 @@ def match_unseen(rank: int, given: str) -> dict[str, Any]:
     optimizer = AMP(SGD(plain.parameters(), lr=0.1), epsilon="auto", model=None if given == "none" else plain)
     for _ in range(3):
         optimizer.step(case.closure(optimizer))
+        if given == "diverged":
+            next(plain.parameters()).data.fill_(float("nan"))
         optimizer.radius.step(1.5 + rank)
     radius = torch.tensor(optimizer.param_groups[0]["epsilon"], dtype=torch.float64)
     return {"weights": [radius], "radius": float(radius)}
@@ -476,7 +478,7 @@ JOBS: dict[str, Any] = {
     **{f"spoilt-{method}": partial(train, method=method, spoil=True) for method in METHODS},
     **{f"as-one-{n}": partial(train_as_one, inner_iter=n) for n in (1, 2)},
     "as-one-matched": train_matched,
-    **{f"matched-unseen-{given}": partial(match_unseen, given=given) for given in ("none", "plain")},
+    **{f"matched-unseen-{given}": partial(match_unseen, given=given) for given in ("none", "plain", "diverged")},
     "matched-own": match_own,
     "matched-early": match_early,
     "matched-pairs": match_in_pairs,

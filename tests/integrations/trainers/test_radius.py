@@ -161,6 +161,25 @@ def test_a_checkpoint_from_within_a_step_without_a_perturbation_does_not_end_the
     assert resumed.optimizers[0].param_groups[0]["epsilon"] == 0.1
 
 
+@pytest.mark.parametrize("epsilon", [0.3, "auto"])
+def test_lightnings_checkpoint_from_within_a_step_has_all_of_the_radius(tmp_path: Path, epsilon: Any) -> None:
+    """As a job that is about to be preempted saves it; the step goes on with its share."""
+    shares: list[float] = []
+
+    class Preempted(on_lightning.pl.Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+            shares.append(trainer.optimizers[0].param_groups[0]["epsilon"])
+
+    schedule: dict[str, Any] = {"growth": "linear"} if epsilon != "auto" else {}
+    validated(Validated(), FlatMinima(epsilon, start=0.5, every=2, **schedule), Preempted(), max_epochs=1)
+    assert 0 in shares
+    assert sum(share != 0 for share in shares) == 1
+    for step in range(len(shares)):
+        saved = torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["optimizer_states"][0]
+        assert saved["param_groups"][0]["epsilon"] == (0.1 if epsilon == "auto" else 0.3)
+
+
 def test_a_radius_over_a_training_without_an_end_is_refused() -> None:
     with pytest.raises(ValueError, match="has no end, or data without a length; give the Trainer max_steps"):
         on_lightning.fit(on_lightning.Module(), FlatMinima(epsilon=0.1, start=0.5), max_epochs=-1)
@@ -376,6 +395,22 @@ def test_a_resumed_training_matches_on(tmp_path: Path, place: str) -> None:
     again = validated(resumed, FlatMinima(epsilon="auto"), data=data, max_epochs=4, ckpt_path=place)
     assert again.optimizers[0].param_groups[0]["epsilon"] == whole.optimizers[0].param_groups[0]["epsilon"] != 0.1
     assert same(resumed.weights(), straight.weights())
+
+
+def test_a_checkpoint_that_was_validated_is_not_what_the_next_training_has_measured(tmp_path: Path) -> None:
+    """Lightning shows its callbacks also the checkpoints that it loads for validate(), test() and predict()."""
+
+    class Measured(on_lightning.pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.sums = trainer.optimizers[0].radius.state_dict()["sums"]
+
+    callback, measured = FlatMinima(epsilon="auto"), Measured()
+    keeping = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    trained = validated(Validated(), callback, keeping, enable_checkpointing=True, max_epochs=2)
+    held_out = torch.utils.data.DataLoader(HELD_OUT, batch_size=6)
+    trained.validate(Validated(), held_out, ckpt_path=str(tmp_path / "step=6.ckpt"))
+    validated(Validated(), callback, measured)
+    assert measured.sums is None
 
 
 def test_what_steps_measure_has_the_losses() -> None:
@@ -682,6 +717,30 @@ def test_amptrainer_starts_late_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     resumed.train(resume_from_checkpoint=str(tmp_path / "kept" / "checkpoint-10"))
     assert same(weights(resumed.model), weights(straight.model))
     assert not same(weights(straight.model), weights(on_transformers.trained(tmp_path, epsilon=0.1).model))
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_amptrainers_checkpoint_from_within_a_step_has_all_of_the_radius(tmp_path: Path) -> None:
+    """As the Trainer saves it when its job is about to be preempted; the step goes on with its share."""
+    shares: list[float] = []
+
+    class Preempted(on_transformers.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            trainer._save_optimizer_and_scheduler(str(tmp_path))
+            saved = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+            assert [group["epsilon"] for group in saved["param_groups"]] == [0.1, 0.1]
+            shares.append(trainer.optimizer.param_groups[1]["epsilon"])
+
+    trainer = AMPTrainer(
+        model=small_gpt(),
+        args=arguments(tmp_path, max_steps=4),
+        train_dataset=sentences(8),
+        epsilon=0.1,
+        callbacks=[Preempted()],
+        **LATE,
+    )
+    trainer.train()
+    assert shares == pytest.approx([0, 0, 0.05, 0])
 
 
 @pytest.mark.usefixtures("fresh_accelerator")

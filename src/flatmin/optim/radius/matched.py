@@ -19,7 +19,7 @@ Held-out data need not be lost to training: the radius found in the first 60 % w
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, Protocol
 
@@ -46,7 +46,6 @@ AUTO, FIRST_RADIUS = "auto", 0.1  # epsilon="auto", and where it starts
 RELEASE = 0.6  # the share of the perturbed part of a run in which ε is adjusted, if held-out data are to be trained on
 MAX_FACTOR, MIN_FACTOR = 3.0, 2 / 3  # of one call
 MIN_SHARE = 0.01  # of the first radius: ε never falls below that, because it could not grow from 0
-MISSING = object()
 MIN_AT_EDGE = 0.5  # share of steps with a ball whose edge Δ reaches, below which a larger ε would change little
 
 
@@ -86,6 +85,11 @@ class MatchedRadius:
                 "itself (with Accelerate, `optimizer.optimizer`)"
             )
         self.optimizer, self.scheduler = optimizer.behind_proxy(), scheduler
+        if scheduler is not None and not (hasattr(scheduler, "radii") and hasattr(scheduler, "set_radii")):
+            raise TypeError(
+                "scheduler must have radii and set_radii(), of which it applies a share in each step, got "
+                f"{describe(scheduler)}; give it a RadiusScheduler, and leave out one of the learning rate"
+            )
         if isinstance(scheduler, RadiusScheduler):
             _check_owner(scheduler, self.optimizer)
         ongoing = self._ongoing()
@@ -197,7 +201,8 @@ class MatchedRadius:
             weights = [p for group in self.optimizer.param_groups for p in group["params"]]
             lengths = norms(weights).to(self.optimizer.devices()[0])
             counts = lengths.new_tensor([float(record.sums is not None), float(len(weights))])
-            rows = distributed.numbers_of_ranks(torch.cat([counts, lengths[:1], combine(lengths).reshape(1)]))
+            mine = torch.cat([counts, lengths[:1], combine(lengths).reshape(1)])
+            rows = distributed.numbers_of_ranks(mine.nan_to_num())  # nan is not equal to nan, but replicas may both be
             has_stepped, different = bool(rows[:, 0].any()), len(rows[:, 1:].unique(dim=0))
             if 1 < different < len(rows):
                 raise ValueError(
@@ -235,8 +240,11 @@ class MatchedRadius:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Before the optimizer's own, or after it."""
-        first, sums, lacks_losses = (state_dict.get(key, MISSING) for key in ("first", "sums", "lacks_losses"))
-        if MISSING in (first, sums, lacks_losses) or not (sums is None or len(sums) == SUMS):
+        given: Any = state_dict
+        saved: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
+        first, sums, lacks_losses = map(saved.get, ("first", "sums", "lacks_losses"))
+        has_sums = "sums" in saved and (sums is None or (isinstance(sums, list) and len(sums) == SUMS))
+        if not (isinstance(first, list) and isinstance(lacks_losses, bool) and has_sums):
             raise ValueError(
                 f"this is not the state of a MatchedRadius, or that of another version, got {describe(state_dict)}; "
                 "load the optimizer's alone, which has ε: only what was measured since the last adjustment is missing"

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from numbers import Real
 from typing import Any, Literal, get_args
 from weakref import finalize
 
@@ -178,10 +179,7 @@ class RadiusScheduler(LRScheduler):
         self.optimizer, self.total_steps = optimizer, whole_number("total_steps", total_steps, least=1)
         self.schedule = RadiusSchedule(start=start, growth=growth, every=every)
         self.radii = radii_of(optimizer)
-        if growth != "constant" and getattr(self.wrapper, "matching", None) is not None:
-            raise ValueError(
-                f'a radius that is adjusted to held-out data grows by itself, got growth="{growth}"; use "constant"'
-            )
+        self._check_growth(growth)
         if not any(self.radii) and getattr(optimizer, "defaults", {}).get("epsilon"):
             raise ValueError(
                 "a RadiusScheduler takes its radius from the optimizer, got 0 in all groups; create it before loading "
@@ -191,6 +189,12 @@ class RadiusScheduler(LRScheduler):
         self._counts = _Counts()
         self._watch_groups()
         self._set()
+
+    def _check_growth(self, growth: Growth) -> None:
+        if growth != "constant" and getattr(self.wrapper, "matching", None) is not None:
+            raise ValueError(
+                f'a radius that is adjusted to held-out data grows by itself, got growth="{growth}"; use "constant"'
+            )
 
     @property
     def wrapper(self) -> OptimizerWrapper | None:
@@ -287,10 +291,11 @@ class RadiusScheduler(LRScheduler):
 
     def set_radii(self, radii: Sequence[float]) -> None:
         """Set the radii to grow to from now on, one per group."""
-        groups = len(self.optimizer.param_groups)
-        if len(radii) != groups or not all(0 <= radius < math.inf for radius in radii):
-            raise ValueError(f"radii must be {groups} numbers of at least 0, one per group, got {list(radii)}")
-        self.radii = list(radii)
+        groups, given = len(self.optimizer.param_groups), list[Any](radii)
+        are_numbers = all(isinstance(radius, Real) and 0 <= float(radius) < math.inf for radius in given)
+        if len(given) != groups or not are_numbers:
+            raise ValueError(f"radii must be {groups} numbers of at least 0, one per group, got {given}")
+        self.radii = [float(radius) for radius in given]  # one of numpy's would need torch.load(weights_only=False)
         self._set()
 
     def get_last_radius(self) -> list[float]:
@@ -309,11 +314,17 @@ class RadiusScheduler(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = dict(state_dict)
-        if missing := self.state_dict().keys() - saved.keys():
-            raise ValueError(f"this is not the state of a RadiusScheduler: it has no {', '.join(sorted(missing))}")
-        self._calls, self.total_steps = saved.pop("steps"), saved.pop("total_steps")
-        self.radii = list(saved.pop("radii"))
-        self.schedule = RadiusSchedule(**saved)
+        saved, known = dict(state_dict), self.state_dict().keys()
+        for how, keys in (("has no", known - saved.keys()), ("also has", saved.keys() - known)):
+            if keys:
+                raise ValueError(
+                    f"this is not the state of a RadiusScheduler: it {how} {', '.join(sorted(keys))}; load what its "
+                    "state_dict() returned"
+                )
+        steps, total_steps, radii = (saved.pop(key) for key in ("steps", "total_steps", "radii"))
+        schedule = RadiusSchedule(**saved)
+        self._check_growth(schedule.growth)
+        self.schedule = schedule  # nothing was loaded until here, where nothing raises any more
+        self._calls, self.total_steps, self.radii = steps, total_steps, list(radii)
         self._counts.taken = self._counts.before = 0
         self._set()

@@ -52,9 +52,9 @@ class StepLog:
 
     Numbers that were not measured are left out: the losses in loops with `perturbed()` blocks, unless they are given to
     `optimizer.step(losses=…)`; all but the loss in steps with ε = 0; RMP's sharpness. Skipped steps count only in
-    `skipped`. ε and the learning rate are those of the first perturbed group, in the last of the steps. On several
-    ranks, only rank 0 writes, and only its own numbers. To resume, save `state_dict()` with the rest. `close` writes
-    what is left; a `with` block does so at its end.
+    `skipped`. The learning rate is that of the first perturbed group in the last of the steps, and ε that in the last
+    one that was perturbed. On several ranks, only rank 0 writes, and only its own numbers. To resume, save
+    `state_dict()` with the rest. `close` writes what is left; a `with` block does so at its end.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> from flatmin import AMP
@@ -82,6 +82,7 @@ class StepLog:
         self.steps = 0
         self._kept: list[Last] = []
         self._rate: Any = None  # the learning rate of the last kept step
+        self._group: int | None = None  # the first that was perturbed in the last perturbed step
         self._skipped_in_a_row, self._has_warned = 0, False
         self._handle = optimizer.register_step_post_hook(self._keep)
 
@@ -92,12 +93,21 @@ class StepLog:
         )
 
     def _keep(self, *_: object) -> None:
-        group = (self.optimizer.perturbed_groups() or self.optimizer.param_groups)[0]  # type: ignore[attr-defined]
         self._kept.append(self.optimizer.last)  # type: ignore[attr-defined]
-        self._rate = group.get("lr")
+        self._rate = self.optimizer.param_groups[self._find_group()].get("lr")
         self.steps += 1
         if len(self._kept) >= self.every:
             self.write()
+
+    def _find_group(self) -> int:
+        """The first perturbed group; in a step that is not perturbed, the one that others are."""
+        optimizer: Any = self.optimizer
+        perturbed = optimizer.perturbed_groups()
+        if perturbed:
+            self._group = next(n for n, group in enumerate(optimizer.param_groups) if group is perturbed[0])
+        elif self._group is None and any(optimizer.scheduled_radii):
+            return next(n for n, radius in enumerate(optimizer.scheduled_radii) if radius)
+        return self._group if self._group is not None and self._group < len(optimizer.param_groups) else 0
 
     def write(self) -> None:
         """Write the means of the steps since the last line, if there were any."""
