@@ -62,6 +62,13 @@ class Snapshot:
         self.put_back_buffers()
         self.put_back_random()
 
+    def taken_buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """The buffers that are there now, each with what it was when it was taken."""
+        if self._places is None or not self._are_taken:
+            return []
+        held, copies = self._places.held(), self._buffers
+        return [(now, copies[place]) for place, now in held.items() if now is not None and place in copies]
+
     def take_buffers(self) -> None:
         if self._places is None or not self._places.are_current():
             self._places = _BufferPlaces(self.model)

@@ -18,7 +18,7 @@ Lightning, its callbacks and its loggers see θ, once per step. RMP needs no cle
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
@@ -53,6 +53,7 @@ except ModuleNotFoundError:  # the same package under its older name
 from flatmin.ball import Ball, Norm
 from flatmin.core.messages import describe
 from flatmin.core.model_state import Snapshot
+from flatmin.core.tensors import plain
 from flatmin.integrations.automatic_radius import check_epsilon, is_auto, matched_radius, unadjusted, validation_loss
 from flatmin.integrations.replay import RandomState, Replay, as_it_is, note_losses
 from flatmin.integrations.scheduled_radius import ScheduledRadius
@@ -206,6 +207,9 @@ class FlatMinima(pl.Callback):
     ) -> None:
         if self._matched:
             checkpoint[MATCHED] = [matched.state_dict() for matched in self._matched]
+        for optimizer in trainer.optimizers:  # a signal's handler may save within a perturbed pass
+            if isinstance(optimizer, PerturbedOptimizer):
+                _put_theta(checkpoint.get("state_dict", {}), optimizer._optimizer.moved())
         for radius, state in zip(self._radii, checkpoint.get("optimizer_states", []), strict=False):
             radius.complete(state.get("param_groups", []))  # there are none on ranks that save nothing
 
@@ -541,6 +545,14 @@ def _uncover_methods(trainer: pl.Trainer) -> None:
     """The classes' own again, where a callback or a batch replaced them."""
     vars(trainer.fit_loop).pop("run", None)
     vars(trainer.strategy).pop("training_step", None)
+
+
+def _put_theta(weights: dict[str, Any], moved: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """In a checkpoint, in place of what a perturbed pass has moved."""
+    at_theta = {plain(now).data_ptr(): kept for now, kept in moved}
+    for name, value in weights.items():
+        if isinstance(value, Tensor) and (kept := at_theta.get(plain(value).data_ptr())) is not None:
+            weights[name] = kept if kept.shape == value.shape else value
 
 
 def _log_nothing(*args: object, **kwargs: object) -> None:

@@ -292,6 +292,13 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
     def has_gradients(self) -> bool:
         return self._first_gradient() is not None
 
+    def moved(self) -> list[tuple[Tensor, Tensor]]:
+        """What a pass at θ + Δ has changed until it ends, weights and buffers, each with what it is at θ."""
+        if not self._in_a_pass:
+            return []
+        weights = [(param, self._theta[param]) for param in self._theta]
+        return weights + self._at_clean.taken_buffers() if weights and self._at_clean is not None else weights
+
     def memory(self) -> list[Tensor]:
         """The memory in which a step may keep θ or Δ."""
         return [*self._theta.memory(), *self._delta.memory()]

@@ -3,6 +3,7 @@
 import csv
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import weakref
@@ -42,6 +43,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.tuner.lr_finder import _ExponentialLR
@@ -643,6 +645,42 @@ def test_a_resumed_training_ends_as_an_uninterrupted_one_bit_for_bit(tmp_path: P
     going_on.fit(second, loader(), ckpt_path=str(tmp_path / "last.ckpt"))
     assert same(second.weights(), straight.weights())
     assert going_on.global_step == 16
+
+
+@pytest.mark.parametrize("method", [flatmin.AMP, flatmin.RMP])
+def test_a_job_that_slurm_requeues_within_a_perturbed_pass_saves_theta(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Any
+) -> None:
+    """Lightning's handler saves as soon as the signal comes; the training goes on undisturbed."""
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+
+    class Normalised(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+    class Signalled(Normalised):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            optimizer: Any = self.optimizers()
+            if self.trainer.global_step == 3:
+                passes.append({name: value.clone() for name, value in self.state_dict().items()})
+                if optimizer.replaying:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+            return loss
+
+    passes: list[dict[str, Tensor]] = []
+    slurm: Any = SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR1)
+    trained, expected = Signalled(), Normalised()
+    expected.load_state_dict(trained.state_dict())
+    fit(trained, FlatMinima(epsilon=0.1, method=method), max_epochs=1, plugins=[slurm], default_root_dir=tmp_path)
+    fit(expected, FlatMinima(epsilon=0.1, method=method), max_epochs=1)
+    assert same(trained.weights(), expected.weights())
+    at_theta, there = passes
+    assert not any(same([at_theta[name]], [there[name]]) for name in ("net.3.weight", "net.1.running_mean"))
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)["state_dict"]
+    assert list(saved) == list(at_theta)
+    assert same(list(saved.values()), list(at_theta.values()))
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
