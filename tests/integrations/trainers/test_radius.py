@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import accelerate
+import lightning.pytorch as pl
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 
 from flatmin.integrations.accelerate import Window
@@ -129,7 +130,7 @@ def test_a_resumed_training_goes_on_with_its_radius_bit_for_bit(tmp_path: Path) 
     straight, first, second = (on_lightning.Resumable() for _ in range(3))
     on_lightning.fit(straight, FlatMinima(epsilon=0.1, **LATE), max_epochs=4)
 
-    class StopsEarly(on_lightning.pl.Callback):  # type: ignore[name-defined, misc]
+    class StopsEarly(pl.Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             trainer.should_stop = trainer.current_epoch == 2
 
@@ -166,7 +167,7 @@ def test_lightnings_checkpoint_from_within_a_step_has_all_of_the_radius(tmp_path
     """As a job that is about to be preempted saves it; the step goes on with its share."""
     shares: list[float] = []
 
-    class Preempted(on_lightning.pl.Callback):
+    class Preempted(pl.Callback):
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
             shares.append(trainer.optimizers[0].param_groups[0]["epsilon"])
@@ -400,7 +401,7 @@ def test_a_resumed_training_matches_on(tmp_path: Path, place: str) -> None:
 def test_a_checkpoint_that_was_validated_is_not_what_the_next_training_has_measured(tmp_path: Path) -> None:
     """Lightning shows its callbacks also the checkpoints that it loads for validate(), test() and predict()."""
 
-    class Measured(on_lightning.pl.Callback):
+    class Measured(pl.Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             self.sums = trainer.optimizers[0].radius.state_dict()["sums"]
 
@@ -453,7 +454,7 @@ def test_a_validation_that_does_not_log_the_loss_does_not_use_an_earlier_one(log
     callback = FlatMinima(epsilon="auto")
     calls: list[int] = []
 
-    class Counts(on_lightning.pl.Callback):  # type: ignore[name-defined, misc]
+    class Counts(pl.Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             calls.append(callback._matched[0].calls)
 
