@@ -144,7 +144,7 @@ REFUSED = {
     "small": "a batch size of 1 leaves one of 2 processes 0 of the 1 images of a batch",
     "norm": "a batch size of 41 leaves one of 2 processes 1 of the 3 images of a batch",
     "inputs": "adversarial training takes inputs of 0.4 to 0.6",
-    "set": "sync_perturbation must be True or False, got 'no'",
+    "set": "sync_perturbation must be true or false, got a str: 'no'",
 }
 
 
