@@ -17,6 +17,7 @@ pytest.importorskip("accelerate")
 import accelerate
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from transformers import TrainerCallback
 
 from flatmin.integrations.accelerate import Window
 from flatmin.integrations.lightning import FlatMinima
@@ -560,7 +561,7 @@ def test_amptrainer_matches_the_radius_with_the_losses_that_it_reports(tmp_path:
         seen.append((float(optimizer.last.loss), float(optimizer.last.loss_perturbed)))
         radii.append(optimizer.param_groups[0]["epsilon"])
 
-    class Watches(on_transformers.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    class Watches(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             trainer._matched.optimizer.register_step_post_hook(note)  # type: ignore[union-attr]
 
@@ -628,7 +629,7 @@ def test_a_second_training_with_another_model_adjusts_that_ones_radius(tmp_path:
 
 @pytest.mark.usefixtures("fresh_accelerator")
 def test_one_of_several_data_sets_is_matched_and_what_callbacks_evaluate_is_not(tmp_path: Path) -> None:
-    class Evaluates(on_transformers.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    class Evaluates(TrainerCallback):
         def on_epoch_end(self, *_: Any, **__: Any) -> None:
             trainer.evaluate(sentences(2), metric_key_prefix="train")
 
@@ -725,7 +726,7 @@ def test_amptrainers_checkpoint_from_within_a_step_has_all_of_the_radius(tmp_pat
     """As the Trainer saves it when its job is about to be preempted; the step goes on with its share."""
     shares: list[float] = []
 
-    class Preempted(on_transformers.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    class Preempted(TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             trainer._save_optimizer_and_scheduler(str(tmp_path))
             saved = torch.load(tmp_path / "optimizer.pt", weights_only=True)
@@ -764,7 +765,7 @@ def test_an_optimizer_of_the_users_own_has_its_radius_again_after_a_training(tmp
         assert optimizer.param_groups[0]["epsilon"] == 0.2
 
 
-class Sets(on_transformers.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+class Sets(TrainerCallback):
     """Sets ε when it is told to, and notes it at the beginning of a step."""
 
     def __init__(self, when: str) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from flatmin_lab.bench import amp_cost, time_estimate
 from flatmin_lab.cli import display
 from flatmin_lab.cli.commands.reproduce import reproduce_view
-from flatmin_lab.cli.commands.reproduce.reproduce_select import Selection, experiments_named, select_runs
+from flatmin_lab.cli.commands.reproduce.reproduce_select import Selection, experiments_named, select_runs, sharing
 from flatmin_lab.cli.options import (
     DEFAULT_DATA_DIR,
     Address,
@@ -159,8 +159,8 @@ def reproduce(
             if dry_run:
                 _dry_run(todo, selection, sets, there, console)
                 return
-            sharing = () if no_share else selection.sharing
-            options = RunOptions(store, str(data_dir), together, checkpoint_epochs, sharing=sharing)
+            shared = () if no_share else sharing(selection.runs, store)
+            options = RunOptions(store, str(data_dir), together, checkpoint_epochs, sharing=shared)
             with stop_on_signals() as stop:
                 compiles = there.device.startswith("cuda") and any(run.job.recipe.compile for run in todo)
                 events = run_all(todo, options, there, sets, stop=stop)

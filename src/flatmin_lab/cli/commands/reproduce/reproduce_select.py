@@ -23,7 +23,6 @@ class Selection:
     runs: Sequence[Run]
     states: dict[tuple[str, int], State] = field(default_factory=dict)
     damaged: dict[tuple[str, int], str] = field(default_factory=dict)  # why the results of these runs cannot be read
-    planned: Sequence[Job] = ()  # all that are planned, also those that were not asked for
 
     @property
     def trained(self) -> list[Experiment]:
@@ -33,11 +32,6 @@ class Selection:
     @property
     def measured(self) -> list[Experiment]:
         return [experiment for experiment in self.experiments if not experiment.trials]
-
-    @property
-    def sharing(self) -> tuple[Job, ...]:
-        """The runs that need beginnings, now or in a later command: a part of the plan keeps those of the others."""
-        return tuple({job.key: job for job in (*(run.job for run in self.runs), *self.planned)}.values())
 
     def state(self, job: Job) -> State | None:
         """None where its result cannot be read."""
@@ -107,8 +101,13 @@ def select_runs(
     runs = _measured(runs, _words(measure, set(post_training.PARTS), "--measure") if measure else set())
     shown = experiments or [EXPERIMENTS["table1"](protocol) for protocol in PROTOCOLS if _has(runs, protocol)]
     states, damaged = states_of(runs, store)
-    jobs = [Job(by_name()[run["name"]], run["seed"]) for run in _not_withdrawn(store) if run["name"] in by_name()]
-    return Selection(experiments=shown, runs=runs, states=states, damaged=damaged, planned=jobs)
+    return Selection(experiments=shown, runs=runs, states=states, damaged=damaged)
+
+
+def sharing(runs: Iterable[Run], store: ResultStore) -> tuple[Job, ...]:
+    """The runs that need beginnings, now or in a later command: a part of the plan keeps those of the others."""
+    planned = [Job(by_name()[run["name"]], run["seed"]) for run in _not_withdrawn(store) if run["name"] in by_name()]
+    return tuple({job.key: job for job in (*(run.job for run in runs), *planned)}.values())
 
 
 def states_of(
