@@ -142,13 +142,14 @@ def _narrow(shown: str) -> str:
 
 
 def radii(results: Path) -> str:
-    """For each data set and length: ERM, fixed radii, the automatic one, and what that loses of the best's gain."""
+    """For each data set and length: ERM, the automatic radius, what it loses of the best's gain, and fixed radii."""
     found = [one for protocol in _protocols(results) for one in protocol.regrets]
     found = [one for one in found if not one.auto.recipe.settings.get("start")]
     if not found:
         raise ValueError(f"there is no automatic radius beside fixed ones in {results}; see flatmin reproduce auto")
     sizes = sorted({_radius(row) for one in found for row in one.fixed})
-    head = ["", "ERM", *(f"ε = {size:g}" for size in sizes), "auto", "regret, %"]
+    # what the page is about comes first: on a narrow screen the last columns are out of sight
+    head = ["", "ERM", "auto", "regret, %", *(f"ε = {size:g}" for size in sizes)]
     rows = [_radius_row(one, number, sizes) for one in found for number in range(len(COLUMNS))]
     runs = [run for one in found for row in (one.erm, one.auto, *one.fixed) for run in row.runs]
     source = f"{_all_of(runs, 'hardware')}; commit {_all_of(runs, 'commit')}."
@@ -175,12 +176,13 @@ def _radius(row: Row) -> float:
 
 def _radius_row(one: Regret, number: int, sizes: Sequence[float]) -> list[str]:
     by_size = {_radius(row): row for row in one.fixed}
-    shown = [one.erm, *(by_size.get(size) for size in sizes), one.auto]
+    shown = [one.erm, one.auto, *(by_size.get(size) for size in sizes)]
     samples = [row.cells[number].compared if row else [] for row in shown]
     least = min(fmean(values) for values in samples if values)
     cells = [_sample(values, column_named(COLUMNS[number]), least) for values in samples]
     lost = one.lost[number]
-    return [f"{_problem(one.auto)}: {one.columns[number]}", *cells, _share(*lost[:3]) if lost else ""]
+    regret = _share(*lost[:3]).replace(" (", "<br>(").replace(" ", "\u00a0") if lost else ""
+    return [f"{_problem(one.auto)}: {one.columns[number]}", *cells[:2], regret, *cells[2:]]
 
 
 def _problem(row: Row) -> str:
