@@ -21,6 +21,7 @@ from flatmin_lab.recipes.user_files import FIELDS
 from flatmin_lab.report import suggested_commands
 from flatmin_lab.report.columns import BEST_EPOCH_MEASURES, COLUMNS, Column, at_best_epoch, is_smoothed
 from flatmin_lab.report.figures.style import NAMES
+from flatmin_lab.report.html import percent
 from flatmin_lab.report.labels import SIGNS, TITLES
 from flatmin_lab.report.loader import Run
 from flatmin_lab.report.paper.families import Families, is_pair_planned, p_of_pair, split_name
@@ -163,13 +164,14 @@ def _average(run: Run) -> dict[str, Any]:
 
 
 def titles_of(groups: Sequence[Group]) -> list[str]:
-    """Titles; groups of the same data and network are told apart by the settings in which they differ."""
+    """Titles, which name wrong labels; groups of the same data and network are told apart by how they differ."""
     found = []
     for group in groups:
         others = [other.setting for other in groups if other.title == group.title]
         keys = ("epochs", "split", *SETTING_KEYS, *LATER_FIELDS)
-        apart = [key for key in keys if any(o.get(key) != group.setting.get(key) for o in others)]
-        shown = [_apart(key, group.setting.get(key)) for key in dict.fromkeys(apart) if key not in NOT_IN_TITLE]
+        apart = {key for key in keys if any(o.get(key) != group.setting.get(key) for o in others)} | {"label_noise"}
+        named = [key for key in dict.fromkeys(keys) if key in apart and key not in NOT_IN_TITLE]
+        shown = [_apart(key, group.setting.get(key)) for key in named]
         found.append(", ".join([group.title, *filter(None, shown)]))
     return [
         ", ".join(
@@ -214,6 +216,8 @@ def _apart(key: str, value: Any) -> str:
         return "norms exempt from decay"
     if key == "split":
         return "on a held-out tenth" if value == "validation" else ""
+    if key == "label_noise":
+        return f"{percent(value)} of the labels wrong" if value else ""
     if key in FIELDS:
         value = str(value).rpartition("/")[2]
     return TITLES[value] if isinstance(value, str) and value in TITLES else f"{key.replace('_', ' ')} {_setting(value)}"

@@ -82,6 +82,11 @@ def test_the_settings_are_said_where_all_rows_have_them(tmp_path: Path) -> None:
     assert "AMP (ε 0.5)" in shown  # the row's own name
 
 
+def test_a_title_says_how_many_labels_are_wrong_even_if_it_is_the_only_one(tmp_path: Path) -> None:
+    write(tmp_path / "vgg", result("erm", 0, 0.05, model="vgg16", label_noise=0.2))
+    assert "VGG16 on CIFAR-10, 20\u00a0% of the labels wrong" in page_of(tmp_path)
+
+
 def test_groups_of_one_network_are_told_apart_by_their_titles(tmp_path: Path) -> None:
     held_out = {"validation_error": 0.06, "validation_nll": 0.2, "validation_ece": 0.03, "validation": True}
     write(tmp_path / "short", result("erm", 0, 0.06))
