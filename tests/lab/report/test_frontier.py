@@ -87,6 +87,7 @@ def test_the_page_has_figure_and_table(tmp_path: Path) -> None:
     assert re.search(r"80 % \(7\d to 8\d\) kept", said)
     assert "The intervals are uncorrected: with so many modes" in said
     assert "frontier-short-cifar10.json" in page
+    assert re.search(r'<figure class="panels"><svg [^>]*aria-label="CIFAR-10, PreActResNet18: the share', page)
 
 
 def test_the_cheapest_mode_that_keeps_nearly_all_is_told_first(tmp_path: Path) -> None:

@@ -190,6 +190,7 @@ def test_the_best_radius_is_in_the_words_and_drawn(swept: str) -> None:
     assert "Reliability of AMP (ε 0.12), n = 1" in swept
     assert "Reliability of AMP (ε 0.03)" not in swept
     assert "What the radius does" in text_of(swept)
+    assert re.search(r'<figure class="panels"><svg [^>]*aria-label="The loss over the radius', swept)
     assert "of several with as many, the one with the lowest mean validation error" in text_of(swept)
 
 
