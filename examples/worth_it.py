@@ -61,7 +61,7 @@ def digits(*, wrong: float = 0.0) -> list[Tensor]:
 
 
 def wrong_labels() -> dict[str, Any]:
-    """Where AMP is strong: it does not learn single wrong labels by heart."""
+    """Where AMP is strong: it does not memorise single wrong labels."""
     model = nn.Sequential(
         *(nn.Unflatten(1, (1, 8)), nn.Conv2d(1, 24, 3, padding=1), nn.BatchNorm2d(24), nn.ReLU()),
         *(nn.Conv2d(24, 48, 3, padding=1), nn.BatchNorm2d(48), nn.ReLU(), nn.MaxPool2d(2)),

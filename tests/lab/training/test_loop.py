@@ -235,7 +235,7 @@ def test_measurements_of_amp_are_in_every_line() -> None:
 def test_memorised_is_the_share_of_wrong_labels_that_the_network_repeats() -> None:
     recipe = tiny_recipe(label_noise=0.25, epochs=60, model="mlp", model_settings={"side": 6}, weight_decay=0.0)
     lines = [event.numbers for event in run(recipe) if isinstance(event, Epoch)]
-    assert lines[-1]["memorised"] > 0.9  # 11 of 44, learnt by heart in the end
+    assert lines[-1]["memorised"] > 0.9  # 11 of 44, memorised in the end
     assert lines[0]["memorised"] < 0.6
     assert "memorised" not in run(tiny_recipe())[-1].result  # type: ignore[union-attr]
 
