@@ -199,7 +199,8 @@ class MatchedRadius:
         record = self._known
         if record.shares_weights is None:  # gradients may be averaged where the optimizer does not see it
             weights = [p for group in self.optimizer.param_groups for p in group["params"]]
-            lengths = norms(weights).to(self.optimizer.devices()[0])
+            home = self.optimizer.devices()[0]
+            lengths = norms(weights).to(home, sum_dtype(home))  # one dtype, whatever that of the weights on each rank
             counts = lengths.new_tensor([float(record.sums is not None), float(len(weights))])
             mine = torch.cat([counts, lengths[:1], combine(lengths).reshape(1)])
             rows = distributed.numbers_of_ranks(mine.nan_to_num())  # nan is not equal to nan, but replicas may both be
