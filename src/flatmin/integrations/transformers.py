@@ -128,7 +128,7 @@ class AMPTrainer(Trainer):
         return wrapped
 
     def _scheduled(self, optimizer: Optimizer) -> ScheduledRadius | None:
-        return ScheduledRadius(optimizer, self._schedule) if self._schedule.moves else None
+        return ScheduledRadius(unwrap_optimizer(optimizer), self._schedule) if self._schedule.moves else None
 
     @property
     def _matched(self) -> MatchedRadius | None:
