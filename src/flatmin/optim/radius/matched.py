@@ -157,9 +157,10 @@ class MatchedRadius:
             *totals, count, steps, new, lacks_losses = numbers
             if lacks_losses:
                 raise ValueError(
-                    "the optimizer has not seen all losses at θ and at θ + Δ: after perturbed() blocks, write "
-                    "optimizer.step(losses=(loss, loss_perturbed)); with ascent=, or if the closure returns no "
-                    "tensor, give their means since the last call: step(held_out_loss, losses=(loss, loss_perturbed))"
+                    "the optimizer has not seen all losses at θ and at θ + Δ, each one number: after perturbed() "
+                    "blocks, write optimizer.step(losses=(loss, loss_perturbed)); with ascent=, or if the closure "
+                    "returns none, give their means since the last call: step(held_out_loss, losses=(loss, "
+                    "loss_perturbed))"
                 )
         record.take()
         record.calls += 1
