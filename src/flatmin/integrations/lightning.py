@@ -164,7 +164,8 @@ class FlatMinima(pl.Callback):
                 "write FlatMinima(epsilon=0.1)"
             )
         if self.schedule.moves:  # then all of them are wrapped here
-            self._radii = [ScheduledRadius(optimizer, self.schedule) for optimizer in optimizers]
+            ours = [optimizer for optimizer in optimizers if isinstance(optimizer, PerturbedOptimizer)]
+            self._radii = [ScheduledRadius(optimizer._optimizer, self.schedule) for optimizer in ours]
         self._match(optimizers, pl_module)
         trainer.optimizers = optimizers  # type: ignore[assignment]  # Lightning keeps a LightningOptimizer as it is
         if _has_tuner(trainer):

@@ -9,18 +9,20 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.optim import Optimizer
-
-from flatmin.optim.radius import RadiusSchedule, radii_of, scale_radii
+from flatmin.optim.perturbed import PerturbedOptimizer
+from flatmin.optim.radius import RadiusSchedule, radii_of, radius_of_new, scale_radii
+from flatmin.optim.wrapper import Group
 
 
 class ScheduledRadius:
     """Gives an optimizer the scheduled share of its ε for the time of a step."""
 
-    def __init__(self, optimizer: Optimizer, schedule: RadiusSchedule) -> None:
+    def __init__(self, optimizer: PerturbedOptimizer, schedule: RadiusSchedule) -> None:
         self._optimizer, self._schedule = optimizer, schedule
         self._radii: list[float] = []  # all of ε, during a step
+        self._share = 1.0  # of it, in that step
         self._given = radii_of(optimizer)  # before a checkpoint is loaded; raises if it is a tensor
+        optimizer.watch_groups(self._group_added)
 
     def begin_step(self, step: int, total_steps: int) -> None:
         """Called for each micro-batch of a step, and by tuners without the end of a step that failed."""
@@ -29,8 +31,17 @@ class ScheduledRadius:
         if self._given and not any(self._radii):  # of a checkpoint that was saved within a step without a perturbation
             self._radii = self._given
         self._given = []
-        scale_radii(self._optimizer, self._radii, self._schedule.share(step, total_steps))
+        self._share = self._schedule.share(step, total_steps)
+        scale_radii(self._optimizer, self._radii, self._share)
         self._shares = radii_of(self._optimizer)
+
+    def _group_added(self, group: Group, has_radius: bool) -> None:
+        """Within a step, by a hook at its beginning: the new group has its share in this step too."""
+        if not self._radii:
+            return
+        radius: float = group["epsilon"] if has_radius else radius_of_new(self._optimizer, self._radii)
+        group["epsilon"] = self._share * radius
+        self._radii, self._shares = [*self._radii, radius], [*self._shares, group["epsilon"]]
 
     def end_step(self) -> None:
         found = radii_of(self._optimizer)[: len(self._radii)]

@@ -31,7 +31,7 @@ from flatmin.optim.radius import Growth, MatchedRadius, RadiusSchedule
 from flatmin.optim.telemetry.step_log import StepLog
 
 MAX_LOGGED_STEPS = 10_000  # whose numbers are kept for the Trainer's next log, if it ever logs
-MATCHED = "matched_radius.json"  # in a checkpoint: what an automatic ε has seen since the last evaluation
+MATCHED = "matched_radius"  # in a checkpoint: what an automatic ε has seen since the last evaluation
 
 
 class AMPTrainer(Trainer):
@@ -128,7 +128,7 @@ class AMPTrainer(Trainer):
         return wrapped
 
     def _scheduled(self, optimizer: Optimizer) -> ScheduledRadius | None:
-        return ScheduledRadius(optimizer, self._schedule) if self._schedule.moves else None
+        return ScheduledRadius(unwrap_optimizer(optimizer), self._schedule) if self._schedule.moves else None
 
     @property
     def _matched(self) -> MatchedRadius | None:
@@ -204,13 +204,17 @@ class AMPTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with nullcontext() if self._radius is None else self._radius.completed():
             super()._save_optimizer_and_scheduler(output_dir)
-        if (matched := self._matched) is not None and self.args.should_save:
-            Path(output_dir, MATCHED).write_text(json.dumps(matched.state_dict()))
+        if (matched := self._matched) is not None:
+            file = _matched_file(output_dir, self.args.process_index)
+            file.parent.mkdir(parents=True, exist_ok=True)  # the first process may not have come to it yet
+            file.write_text(json.dumps(matched.state_dict()))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        matched = self._matched
-        if matched is not None and checkpoint is not None and (file := Path(checkpoint, MATCHED)).is_file():
+        if (matched := self._matched) is None or checkpoint is None:
+            return
+        files = [_matched_file(checkpoint, index) for index in (self.args.process_index, 0)]  # 0: of fewer processes
+        if file := next((file for file in files if file.is_file()), None):
             matched.load_state_dict(json.loads(file.read_text()))
 
     def _end_step(self) -> None:
@@ -242,6 +246,11 @@ class _AfterStep(TrainerCallback):  # type: ignore[misc]
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._call()
+
+
+def _matched_file(checkpoint: str, process: int) -> Path:
+    """One per process, like the Trainer's random states: each has measured its own part of the data."""
+    return Path(checkpoint, f"{MATCHED}_{process}.json" if process else f"{MATCHED}.json")
 
 
 def _settings_of(method: type[AMP] | type[RMP]) -> set[str]:

@@ -440,7 +440,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                     self._drop_gradients()
                 forget_unscaled(scaler, self.owners)
                 finite = self._measured.finite  # in memory that the next ascent writes to
-                self._measured = Measured(None if finite is None else finite.clone())
+                finite = None if finite is None else finite.clone()
+                self._measured = Measured(finite, epsilon=self._measured.epsilon)
                 passes.append(self._run_plainly(closure) if idle else self._run(closure, scaler))
                 if not idle:
                     self._return_to_theta()

@@ -137,6 +137,27 @@ def test_epsilon_is_that_of_a_group_that_is_perturbed() -> None:
     assert (lines[0][1]["epsilon"], lines[0][1]["lr"]) == (0.2, 0.1)
 
 
+def test_epsilon_is_that_of_the_micro_batches_that_are_perturbed_whichever_is_last() -> None:
+    moved, still = nn.Linear(4, 1), nn.Linear(4, 1)
+    groups: list[dict[str, Any]] = [{"params": moved.parameters()}, {"params": still.parameters(), "epsilon": 0.0}]
+    optimizer = flatmin.AMP(torch.optim.SGD(groups, lr=0.1), epsilon=0.2)
+
+    def closure_of(part: nn.Module) -> Callable[[], Tensor]:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = part(batches(1)[0]).square().mean()
+            loss.backward()
+            return loss
+
+        return closure
+
+    optimizer.step([closure_of(moved), closure_of(still)])
+    assert optimizer.last.on_ball == 1
+    assert optimizer.last.epsilon == 0.2
+    optimizer.step([closure_of(still)])
+    assert optimizer.last.epsilon == 0.0
+
+
 def test_epsilon_is_that_of_the_last_step_of_a_line() -> None:
     _, optimizer, step = training()
     lines = Lines()

@@ -87,10 +87,11 @@ def match_unseen(rank: int, given: str) -> dict[str, Any]:
 
 
 def match_own(rank: int) -> dict[str, Any]:
-    """Each rank trains another network, and for another number of epochs: nobody waits for anybody."""
+    """Each rank trains another network, of another dtype, for another number of epochs: nobody waits for anybody."""
     case = own_part(twelve(), rank)
     if rank == 0:
-        case.model = torch.nn.Sequential(case.model, torch.nn.Linear(3, 3, dtype=case.x.dtype))
+        case.x = case.x.float()
+        case.model = torch.nn.Sequential(case.model, torch.nn.Linear(3, 3)).float()
     optimizer = AMP(SGD(case.model.parameters(), lr=1e-6), epsilon="auto", inner_lr=1e3, model=case.model)
     for _ in range(1 + rank):
         optimizer.step(case.closure(optimizer))

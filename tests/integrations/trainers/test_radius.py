@@ -55,7 +55,7 @@ def test_a_group_that_is_unfrozen_in_a_training_has_the_same_share_of_its_radius
             seen.append(tuple(group["epsilon"] for group in optimizer.param_groups))
 
     fitted = on_lightning.fit(Unfreezes("dropout"), FlatMinima(epsilon=0.1, start=0.75))
-    assert seen[3:6] == [(0.0, 0.0)] * 3
+    assert seen[2:6] == [(0.0, 0.0)] * 4
     assert seen[6:] == [(0.1, 0.1)] * 2
     assert [group["epsilon"] for group in fitted.optimizers[0].param_groups] == [0.1, 0.1]
 
@@ -377,6 +377,28 @@ def test_lightnings_callback_matches_the_radius_as_a_loop_by_hand_does(window: i
     assert all(
         torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(fitted.weights(), looped.weights(), strict=True)
     )
+
+
+def test_a_group_that_is_unfrozen_in_a_step_without_a_perturbation_has_the_automatic_radius() -> None:
+    moved: list[bool] = []
+
+    class Unfreezes(Validated):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.trainer.global_step == 5:
+                bias = self.net[-1].bias.requires_grad_(True)  # type: ignore[index,union-attr]
+                self.trainer.optimizers[0].add_param_group({"params": [bias]})
+
+        def configure_optimizers(self) -> Any:
+            self.net[-1].bias.requires_grad_(False)  # type: ignore[index,union-attr]
+            return self.base([param for param in self.parameters() if param.requires_grad])
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            moved.append(self.trainer.optimizers[0].last.delta_norm is not None)
+
+    trainer = validated(Unfreezes("dropout"), FlatMinima(epsilon="auto", every=2))
+    assert moved == [True, False] * 4
+    first, second = (group["epsilon"] for group in trainer.optimizers[0].param_groups)
+    assert first == second != 0.1
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")

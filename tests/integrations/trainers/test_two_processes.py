@@ -43,6 +43,24 @@ def with_trainer(folder: Path, **settings: Any) -> dict[str, Any]:
     return {"weights": weights(model), "steps": trainer.state.global_step}
 
 
+def resumed_between_evaluations(folder: Path) -> dict[str, Any]:
+    """An automatic radius: a training, and one that goes on from its checkpoint."""
+
+    def train(name: str, checkpoint: Path | None = None) -> AMPTrainer:
+        saved = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 3}
+        fast = {"learning_rate": 1.0, "optim": "sgd", "num_train_epochs": 4, "gradient_accumulation_steps": 2}
+        args = arguments(folder / name, ddp_backend="gloo", ddp_find_unused_parameters=False, **saved, **fast)
+        rows, model = sentences(40), small_gpt(dropout=0.0)
+        trainer = AMPTrainer(model, args, train_dataset=rows[:ROWS], eval_dataset=rows[ROWS:], epsilon="auto")
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        return trainer
+
+    straight = train("straight")
+    resumed = train("resumed", folder / "straight" / "checkpoint-6")
+    found, expected = (one.optimizer.param_groups[0]["epsilon"] for one in (resumed, straight))
+    return {"found": found, "expected": expected, "same": same(weights(resumed.model), weights(straight.model))}
+
+
 def with_accelerate(**settings: Any) -> dict[str, Any]:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = small_gpt()
@@ -118,6 +136,14 @@ def test_two_processes_are_one_with_batches_twice_as_large(seen: list[dict[str, 
     assert not same(weights(model), weights(small_gpt()))
 
 
+def test_an_automatic_radius_of_two_processes_is_resumed_between_evaluations(seen: list[dict[str, Any]]) -> None:
+    """Each process has measured its own part of the data."""
+    first, second = (one["resumed"] for one in seen)
+    assert first == second
+    assert first["found"] == first["expected"] != 0.1
+    assert first["same"]
+
+
 def test_each_way_of_training_is_one_of_its_own(seen: list[dict[str, Any]]) -> None:
     """So that the law above compares runs in which something happened."""
     first, _ = seen
@@ -137,6 +163,7 @@ def main() -> None:
         "accelerate-apart": with_accelerate(sync_perturbation=False),
         "accelerate-still": with_accelerate(sync_perturbation=False, epsilon=0.0),
         "trainer-sgd": with_trainer(folder / "trainer", dropout=0.0, optim="sgd"),
+        "resumed": resumed_between_evaluations(folder / "resumed"),
     }
     torch.save(seen, folder / f"rank{rank}of{os.environ['WORLD_SIZE']}.pt")
     if dist.is_initialized():

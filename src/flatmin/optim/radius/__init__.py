@@ -11,6 +11,7 @@ from flatmin.optim.radius.schedule import (
     RadiusSchedule,
     RadiusScheduler,
     radii_of,
+    radius_of_new,
     scale_radii,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "RadiusScheduler",
     "matched_until",
     "radii_of",
+    "radius_of_new",
     "scale_radii",
 ]

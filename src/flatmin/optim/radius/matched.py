@@ -157,9 +157,10 @@ class MatchedRadius:
             *totals, count, steps, new, lacks_losses = numbers
             if lacks_losses:
                 raise ValueError(
-                    "the optimizer has not seen all losses at θ and at θ + Δ: after perturbed() blocks, write "
-                    "optimizer.step(losses=(loss, loss_perturbed)); with ascent=, or if the closure returns no "
-                    "tensor, give their means since the last call: step(held_out_loss, losses=(loss, loss_perturbed))"
+                    "the optimizer has not seen all losses at θ and at θ + Δ, each one number: after perturbed() "
+                    "blocks, write optimizer.step(losses=(loss, loss_perturbed)); with ascent=, or if the closure "
+                    "returns none, give their means since the last call: step(held_out_loss, losses=(loss, "
+                    "loss_perturbed))"
                 )
         record.take()
         record.calls += 1
@@ -199,7 +200,8 @@ class MatchedRadius:
         record = self._known
         if record.shares_weights is None:  # gradients may be averaged where the optimizer does not see it
             weights = [p for group in self.optimizer.param_groups for p in group["params"]]
-            lengths = norms(weights).to(self.optimizer.devices()[0])
+            home = self.optimizer.devices()[0]
+            lengths = norms(weights).to(home, sum_dtype(home))  # one dtype, whatever that of the weights on each rank
             counts = lengths.new_tensor([float(record.sums is not None), float(len(weights))])
             mine = torch.cat([counts, lengths[:1], combine(lengths).reshape(1)])
             rows = distributed.numbers_of_ranks(mine.nan_to_num())  # nan is not equal to nan, but replicas may both be
