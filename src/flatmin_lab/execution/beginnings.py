@@ -62,7 +62,8 @@ class Beginnings:
 
     def remove_unneeded(self, job: Job, measured: Path) -> None:
         """Delete the old checkpoints of a run that is evaluated, and those of the others that nobody needs any more."""
-        others = [other for other in self.jobs if other.seed == job.seed and other.key != job.key]
+        alike = [other for other in self.jobs if (other.seed, other.recipe.data) == (job.seed, job.recipe.data)]
+        others = [other for other in alike if other.key != job.key]  # of other data an epoch has another length
         needed = {place for other in others if self._is_new(other) for place in self.places(other)[:1]}
         remove_old_checkpoints(self.store.folder(job), {measured, *needed})
         for other in others:

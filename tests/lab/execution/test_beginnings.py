@@ -322,6 +322,14 @@ def test_a_beginning_survives_until_nobody_needs_it(store: ResultStore) -> None:
     assert [result_of(job, store).get("shared", {}).get("epochs") for job in jobs] == [None, 4, 6, 7]
 
 
+def test_a_run_of_another_data_set_leaves_beginnings_alone(store: ResultStore) -> None:
+    """Its epochs have another number of steps."""
+    jobs = [Job(ERM, 0), Job(LATE, 0), Job(replace(ERM, name="larger", data="larger"), 0)]
+    train_all(jobs[:1], store, sharing=jobs)
+    train_all(jobs[2:], store, sharing=jobs, data=replace(tiny_data(train=64), name="larger"))
+    assert epochs_kept(jobs[0], store) == [8, 6]
+
+
 def test_what_a_run_is_not_asked_to_keep_goes_as_ever(store: ResultStore) -> None:
     jobs = [Job(ERM, 0), Job(LATE, 0)]
     train_all(jobs[:1], store, sharing=jobs[:1], checkpoint_epochs=1)
