@@ -46,12 +46,12 @@ class Beginnings:
         return {epochs for other in self.jobs if (epochs := self.common(job, other)) and self._is_new(other)}
 
     def places(self, job: Job) -> list[Path]:
-        """Where others are at the end of an epoch that the job begins with too: the last of each, the longest first."""
+        """Where others are at the end of an epoch that the job begins with too, the longest first."""
         batches, found = self._batches(job.recipe), list[Path]()
         for other in self.jobs:
             last = self.common(job, other) * batches
             ends = checkpoint.listed(self.store.folder(other)) if last else []
-            found += [path for path in ends if (step := checkpoint.step_of(path)) <= last and step % batches == 0][:1]
+            found += [path for path in ends if (step := checkpoint.step_of(path)) <= last and step % batches == 0]
         return sorted(found, key=checkpoint.step_of, reverse=True)
 
     def waits_for(self, job: Job, other: Job, step: int) -> bool:

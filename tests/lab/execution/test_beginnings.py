@@ -305,6 +305,18 @@ def test_a_damaged_beginning_is_not_used_and_the_next_one_is(tmp_path: Path, sto
     assert is_whole(jobs[2], store, tmp_path / "whole")
 
 
+def test_before_a_damaged_checkpoint_there_is_another_one(tmp_path: Path, store: ResultStore) -> None:
+    jobs = [Job(ERM, 0), Job(LATE, 0)]
+    for _ in range(3):
+        leave_after_an_epoch(jobs[0], store)
+    assert epochs_kept(jobs[0], store) == [3, 2]
+    checkpoint.listed(store.folder(jobs[0]))[0].write_bytes(b"cut off")
+    events = train_all(jobs[1:], store, sharing=jobs)
+    begun = next(event for _, event in events if isinstance(event, Started))
+    assert (begun.step, begun.began_from) == (2 * BATCHES, "erm-0")
+    assert is_whole(jobs[1], store, tmp_path / "whole")
+
+
 # ---- how long a beginning stays
 
 
