@@ -67,6 +67,7 @@ def step_times(benchmark: Mapping[str, Any]) -> list[StepTimes]:
             if "ms" in row and row["models"] == 1:
                 ms.setdefault(row["form"], {})[row["method"]] = row["ms"]
         where = (benchmark["hardware"], table["model"], table["batch_size"], benchmark["precision"])
-        source = f"{benchmark['hardware']}, torch {benchmark.get('torch')}, commit {benchmark.get('commit')}"
+        versions = [f"{name} {benchmark[name]}" for name in ("torch", "commit") if benchmark.get(name)]
+        source = ", ".join([benchmark["hardware"], *versions])
         found.append(StepTimes(*where, ms, source))
     return found

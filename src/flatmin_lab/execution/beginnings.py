@@ -46,12 +46,12 @@ class Beginnings:
         return {epochs for other in self.jobs if (epochs := self.common(job, other)) and self._is_new(other)}
 
     def places(self, job: Job) -> list[Path]:
-        """Where others are at the end of an epoch that the job begins with too: the last of each, the longest first."""
+        """Where others are at the end of an epoch that the job begins with too, the longest first."""
         batches, found = self._batches(job.recipe), list[Path]()
         for other in self.jobs:
             last = self.common(job, other) * batches
             ends = checkpoint.listed(self.store.folder(other)) if last else []
-            found += [path for path in ends if (step := checkpoint.step_of(path)) <= last and step % batches == 0][:1]
+            found += [path for path in ends if (step := checkpoint.step_of(path)) <= last and step % batches == 0]
         return sorted(found, key=checkpoint.step_of, reverse=True)
 
     def waits_for(self, job: Job, other: Job, step: int) -> bool:
@@ -62,7 +62,8 @@ class Beginnings:
 
     def remove_unneeded(self, job: Job, measured: Path) -> None:
         """Delete the old checkpoints of a run that is evaluated, and those of the others that nobody needs any more."""
-        others = [other for other in self.jobs if other.seed == job.seed and other.key != job.key]
+        alike = [other for other in self.jobs if (other.seed, other.recipe.data) == (job.seed, job.recipe.data)]
+        others = [other for other in alike if other.key != job.key]  # of other data an epoch has another length
         needed = {place for other in others if self._is_new(other) for place in self.places(other)[:1]}
         remove_old_checkpoints(self.store.folder(job), {measured, *needed})
         for other in others:

@@ -119,8 +119,12 @@ def _landscape_rise(run: Run) -> float | None:
 
 
 def _seconds(run: Run) -> float | None:
-    """The time of a run that had its device to itself: with several at once, it says nothing about the method."""
-    return float(run.result["seconds"]) if run.result.get("at_once", 1) == 1 else None
+    """The time of a run that had its device to itself: with several at once, it says nothing about the method.
+
+    Where another run trained its beginning, how many there were at once then is not known.
+    """
+    was_alone = run.result.get("at_once", 1) == 1 and not run.result.get("shared")
+    return float(run.result["seconds"]) if was_alone else None
 
 
 def _shared_cores(run: Run) -> bool:

@@ -287,8 +287,9 @@ def cost(found: dict[str, Any]) -> dict[str, Any]:
         _check(found, name, lambda value: isinstance(value, str), "a name")
     _check(found, "epochs", is_count, "a whole number above 0")
     _check(found, "ratio", is_number, "a number")
-    for name in ("model", "form", "torch", "commit"):
+    for name in ("model", "form", "torch"):
         _check({name: "", **found}, name, lambda value: isinstance(value, str), "a name")
+    _check(found, "commit", lambda value: value is None or isinstance(value, str), "a name")  # None: outside a checkout
     _check({"batch_size": 1, **found}, "batch_size", is_count, "a whole number above 0")
     methods = found.get("methods")
     _object(methods, "methods")

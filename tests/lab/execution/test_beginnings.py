@@ -305,6 +305,18 @@ def test_a_damaged_beginning_is_not_used_and_the_next_one_is(tmp_path: Path, sto
     assert is_whole(jobs[2], store, tmp_path / "whole")
 
 
+def test_before_a_damaged_checkpoint_there_is_another_one(tmp_path: Path, store: ResultStore) -> None:
+    jobs = [Job(ERM, 0), Job(LATE, 0)]
+    for _ in range(3):
+        leave_after_an_epoch(jobs[0], store)
+    assert epochs_kept(jobs[0], store) == [3, 2]
+    checkpoint.listed(store.folder(jobs[0]))[0].write_bytes(b"cut off")
+    events = train_all(jobs[1:], store, sharing=jobs)
+    begun = next(event for _, event in events if isinstance(event, Started))
+    assert (begun.step, begun.began_from) == (2 * BATCHES, "erm-0")
+    assert is_whole(jobs[1], store, tmp_path / "whole")
+
+
 # ---- how long a beginning stays
 
 
@@ -320,6 +332,14 @@ def test_a_beginning_survives_until_nobody_needs_it(store: ResultStore) -> None:
     train_all(jobs[2:3], store, sharing=jobs)
     assert [epochs_kept(job, store) for job in jobs] == [[8]] * 4
     assert [result_of(job, store).get("shared", {}).get("epochs") for job in jobs] == [None, 4, 6, 7]
+
+
+def test_a_run_of_another_data_set_leaves_beginnings_alone(store: ResultStore) -> None:
+    """Its epochs have another number of steps."""
+    jobs = [Job(ERM, 0), Job(LATE, 0), Job(replace(ERM, name="larger", data="larger"), 0)]
+    train_all(jobs[:1], store, sharing=jobs)
+    train_all(jobs[2:], store, sharing=jobs, data=replace(tiny_data(train=64), name="larger"))
+    assert epochs_kept(jobs[0], store) == [8, 6]
 
 
 def test_what_a_run_is_not_asked_to_keep_goes_as_ever(store: ResultStore) -> None:

@@ -42,9 +42,12 @@ def test_runs_that_shared_their_device_have_no_point(tmp_path: Path) -> None:
 
 
 def test_a_point_is_of_the_runs_whose_time_counts(tmp_path: Path) -> None:
+    """Beside how many runs another one trained a beginning is not known."""
     recipe = RECIPES[0]
     write_result(tmp_path, recipe, 0, 0.05, seconds=60.0, at_once=1)
     write_result(tmp_path, recipe, 1, 0.09, seconds=20.0, at_once=4)
+    begun = {"run": "paper/another-2", "epochs": 5, "seconds": 30.0}
+    write_result(tmp_path, recipe, 2, 0.07, seconds=40.0, at_once=1, shared=begun)
     (content,) = re.findall(
         r'download="length-paper-cifar10.json" href="data:application/json;base64,([^"]*)"', page(tmp_path)
     )

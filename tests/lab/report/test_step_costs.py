@@ -91,6 +91,12 @@ def test_a_setting_that_is_none_is_refused(tmp_path: Path, wrong: dict[str, Any]
     assert next(iter(wrong)) in left_out.why
 
 
+def test_what_was_timed_outside_a_checkout_has_no_commit(tmp_path: Path) -> None:
+    told = costs_told(tmp_path, **files(cost_gpu={**COST, "commit": None}, bench_gpu={**benchmark(), "commit": None}))
+    assert "a GPU, torch 2.12.0: training for 200 epochs" in told
+    assert "another GPU, torch 2.13.0: flatmin bench" in told
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_is_timed_is_recorded_with_its_setting(compiled: bool) -> None:
     """On a CPU nothing is captured or compiled, whatever the recipe says."""
