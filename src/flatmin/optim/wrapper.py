@@ -254,8 +254,10 @@ def check_hyperparameters(base: Optimizer, values: Mapping[str, object]) -> None
             continue
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         if not (is_number and 0 <= float(value) < float("inf")):  # type: ignore[arg-type]
-            auto = name == "epsilon" and isinstance(value, str) and value == "auto"
-            way_out = '; an automatic radius is that of a whole flatmin.AMP: AMP(base, epsilon="auto")' if auto else ""
+            is_text = name == "epsilon" and isinstance(value, str)
+            way_out = (
+                '; an automatic radius is that of a whole flatmin.AMP: AMP(base, epsilon="auto")' if is_text else ""
+            )
             raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}{way_out}")
     if _is_positive(values.get("epsilon", 0)) and evaluates_closure(base):
         raise ValueError(

@@ -331,7 +331,8 @@ def _number(name: str, loss: object) -> float:
         return float(whole(loss))
     if isinstance(loss, Real):
         return float(loss)
-    raise TypeError(f"{name} must be a mean, one number, got {describe(loss)}; take the mean over all examples")
+    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else describe(loss)
+    raise TypeError(f"{name} must be a mean, one number, got {found}; take the mean over all examples")
 
 
 def _factor(loss: float, perturbed: float, at_edge: float, new: float) -> float:
