@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from fnmatch import fnmatch
 from pathlib import Path
 from types import FrameType
 
@@ -46,6 +47,7 @@ def imports_of(path: Path) -> set[str]:
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 MOST_CALLS, MOST_FILES = 150, 6  # of a warm step
 LARGEST_FOLDER = 13  # entries: a dozen can be seen at a glance
+LISTED = r"^ *((?:[\w*]+(?:\.py|/)(?:, )?)+)  "  # a line of such a list: names, then what is in them
 LARGEST_ROOT = 17  # a package's root also has files that Python asks for
 
 
@@ -158,6 +160,19 @@ def test_no_folder_of_the_source_is_too_full() -> None:
         entries = [path.name for path in folder.iterdir() if path.name != "__pycache__"]
         most = LARGEST_ROOT if folder.parent == SOURCE else LARGEST_FOLDER
         assert len(entries) <= most, f"{folder.relative_to(SOURCE)} has {len(entries)} entries"
+
+
+def test_a_package_lists_its_files_or_what_it_offers() -> None:
+    for init in SOURCE.rglob("__init__.py"):
+        module = ast.parse(init.read_text(encoding="utf-8"))
+        text = ast.get_docstring(module) or ""
+        offers = any(isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__" for node in module.body)
+        listed = [name for line in re.findall(LISTED, text, re.MULTILINE) for name in line.split(", ")]
+        if offers and not listed:
+            continue
+        there = {path.name + "/" * path.is_dir() for path in init.parent.iterdir()} - {"__init__.py", "__pycache__/"}
+        assert {name for name in there if not any(fnmatch(name, pattern) for pattern in listed)} == set(), init
+        assert {pattern for pattern in listed if not any(fnmatch(name, pattern) for name in there)} == set(), init
 
 
 def test_the_library_imports_torch_and_itself_alone() -> None:

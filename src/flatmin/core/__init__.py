@@ -2,7 +2,8 @@
 
 tensors.py          arithmetic on lists of tensors without host syncs
 copies.py           copies of tensors, kept from step to step and restored
-multi_tensor.py     many tensors in one launch, through triton_kernels.py where Triton is installed
+multi_tensor.py     many tensors in one launch
+triton_kernels.py   its launches where Triton is installed
 recorded_launches.py   launches that recur in every step, recorded and replayed
 recurring_work.py   a piece of a step's work, recorded if it recurs with the same tensors
 packed_tensors.py   the results of a replay, copied out at once

@@ -11,7 +11,8 @@ user_training.py        what make_training may return: the parts of a training s
 training.py             these parts, with AMP, on one batch; a snapshot of them
 closure_call.py         one call of the closure, observed
 closure_variables.py    what the closure refers to
-check_*.py              the checks: each returns a `Finding` (finding.py)
+check_*.py              the checks: each returns findings
+finding.py              what a check found
 """
 
 import warnings

@@ -1,5 +1,13 @@
 """flatmin in other trainers: Lightning, Accelerate and Hugging Face Transformers.
 
-Each file imports its own framework; importing flatmin imports none of them. They share replay.py,
-scheduled_radius.py and automatic_radius.py.
+Each of the first three imports its own framework; importing flatmin imports none of them.
+
+lightning.py          FlatMinima, a callback
+transformers.py       AMPTrainer, in place of Trainer
+accelerate.py         Window, for loops with an Accelerator
+recorded_step.py      one micro-batch of a Hugging Face trainer, recorded at θ
+replay.py             a pass that runs at θ, and again at θ + Δ with the same random numbers
+bookkeeping.py        what a trainer counts or appends in a pass, undone after a replay
+scheduled_radius.py   ε during training: a late start, growth, every k-th step
+automatic_radius.py   ε matched with the validation loss that the trainer measures
 """

@@ -4,11 +4,12 @@ amp.py               Δ ← Π(Δ + ζ ∇J(θ + Δ)): Adversarial Model Perturb
 rmp.py               Δ uniform in the ball: Random Model Perturbation
 perturbed.py         the step that both share: with one closure, with several, or in `perturbed()` blocks
 wrapper.py           an optimizer that wraps another and shares its groups, state, checkpoints and copies
+call_checks.py       what a step may be called with, and what a pass must leave behind
+model_ranks.py       the ranks that share the model, compared in the first step
+pass_start.py        where the clean pass began, so that blocks draw the same dropout masks
 weight_storage.py    where θ, θ + Δ and gradients are stored: in the parameters, or beside them
-skip_step.py         a base step that does nothing if a gradient was not finite
-grad_scaler.py       fp16: scaled gradients, and the state that a torch.amp.GradScaler keeps about them
-accumulation.py      the mean gradient of micro-batches, each with its own Δ
-radius/              ε during training: a late start, growth, every k-th step
+update/              the gradient that the base steps with, and whether it steps
+radius/              ε during training: a late start, growth, every k-th step, or adjusted to held-out data
 param_groups.py      which parameters are perturbed
 telemetry/           what steps measure: the last one, and many in a log
 """

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from flatmin.ball import Norm, combine, norms
+from flatmin.ball import Norm, combine
 from flatmin.core import distributed
 from flatmin.core.copies import Copies
 from flatmin.core.model_state import Snapshot
@@ -33,7 +33,6 @@ from flatmin.core.random_state import HostWatch
 from flatmin.core.recorded_launches import Results
 from flatmin.core.recurring_work import Operands
 from flatmin.core.tensors import plain
-from flatmin.optim.accumulation import GradientSnapshot, MeanGradient
 from flatmin.optim.call_checks import (
     check_ascent,
     check_losses,
@@ -41,8 +40,10 @@ from flatmin.optim.call_checks import (
     gradient_error,
     usable_scaler,
 )
+from flatmin.optim.model_ranks import ModelRanks
 from flatmin.optim.pass_start import ForwardHook, PassStart
 from flatmin.optim.telemetry.step_info import Last, Measured, detached_loss, mean_loss, mean_of, whole
+from flatmin.optim.update.accumulation import GradientSnapshot, MeanGradient
 from flatmin.optim.update.grad_scaler import (
     Owners,
     check_scaler_used,
@@ -147,10 +148,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         self._at_clean = None if model is None else Snapshot(model, watch=watch)
         self._pass_start = None if model is None or not self.starts_clean else PassStart(model, watch)
         self._watch_forward(model)
-        self._replicas = distributed.replicas_in(model)
-        self._process_groups: list[Any] | None = None  # of the ranks that share the model; None until checked
-        self._joined_uncompared = False  # were there steps within join() before ranks were compared?
-        self._is_new = True
+        self._ranks = ModelRanks(model)
 
     def _watch_forward(self, model: nn.Module | None) -> None:
         """With None there is no hook: a closure shows where its passes begin. A TorchScript model takes none."""
@@ -165,7 +163,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         super().load_state_dict(state_dict)
         optimizer = self.behind_proxy()
         optimizer.forget_step()
-        optimizer._process_groups, optimizer._is_new = None, True
+        optimizer._ranks = ModelRanks(optimizer.model)  # to be compared again: have all loaded the same?
         if optimizer.matching is not None:
             optimizer.matching.optimizer_was_loaded()
 
@@ -225,8 +223,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
     @property
     def process_groups(self) -> Sequence[Any]:
         """The process groups of the ranks that share the model."""
-        known = self._process_groups
-        return distributed.process_groups_of(self._replicas, self._params()) if known is None else known
+        return self._ranks.find_groups(self._params())
 
     @property
     def owners(self) -> Owners:
@@ -268,7 +265,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             kept, (skip,) = check(())
         measured.skipped = kept[-1]
         if not self.sync_perturbation:  # else the gradients, and so the flags, are the same on all ranks
-            skip = measured.skipped = distributed.any_rank(kept[-1], self._process_groups or [])
+            skip = measured.skipped = distributed.any_rank(kept[-1], self._ranks.groups)
         if measures:
             measured.numbers["grad_norm"] = kept[0] * inverse_scale(scaler, self.owners, self._home)
         return skip
@@ -487,7 +484,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         idle = not self.perturbs
         # with ε = 0 the step is the base's, bit for bit, so it uses the gradients of the clean pass, saved here
         # (with one perturbation per rank those were not synchronised; the block's, also at θ, are)
-        synced = self.sync_perturbation or not self._process_groups
+        synced = self.sync_perturbation or not self._ranks.groups
         saved = GradientSnapshot(self._params(), scaler, self.owners) if idle and self.starts_clean and synced else None
         with self._pass(undo=self._at_clean):
             if self._blocks == 0 and self._at_clean is not None:
@@ -580,7 +577,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
 
     def _ascent_pass(self, *, is_last: bool) -> AbstractContextManager[None]:
         """The context of a pass: in ascent passes, all but the last, each rank may keep its own gradient."""
-        return nullcontext() if is_last or self.sync_perturbation else distributed.without_sync(self._replicas)
+        return nullcontext() if is_last or self.sync_perturbation else self._ranks.without_sync()
 
     def _move(self, n: int, scaler: GradScaler | None) -> None:
         unscale: float | Tensor = 1.0
@@ -588,8 +585,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             if scaler is not None:
                 check_scaler_used(scaler)
                 unscale = inverse_scale(scaler, self.owners, self._home)
-            if n == 0 and self.sync_perturbation and self._is_new:
-                self._compare_gradients(ascends=True)
+            if n == 0 and self.sync_perturbation and self._ranks.are_new:
+                self._ranks.compare_gradients(self._params(), norm=self.norm, device=self._home, ascends=True)
         self.perturb(n, unscale, self._storage, self._measured)
         torch.clear_autocast_cache()  # with autocast around the step, passes would use casts of the old weights
         if scaler is not None:
@@ -618,8 +615,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         try:  # even if this raises, the next step must not restore this θ
             if scaler is not None:
                 check_scaler_used(scaler)
-            if self._is_new:
-                self._compare_gradients(ascends=False)
+            if self._ranks.are_new:
+                self._ranks.compare_gradients(self._params(), norm=self.norm, device=self._home, ascends=False)
             measured = self._measured
             reads_at_once = self._home.type in READ_AT_ONCE
             drop = not (reads_at_once or scaler is not None or skips_by_itself(self.base)) and self.sync_perturbation
@@ -630,7 +627,8 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
                 step_unless(skip, self.owners, params, self._theta, scaler, dropped=drop)
         finally:
             self.forget_step()
-        self._is_new = self._joined_uncompared
+        if self._ranks.are_new:
+            self._ranks.have_stepped()
         self.last = Last(epsilon=measured.epsilon, skipped=measured.skipped, **{**measured.numbers, **losses})
 
     def _step_plainly(self, closure: Closure | None, scaler: GradScaler | None, *, skip: Tensor | None = None) -> Any:
@@ -648,31 +646,6 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             skipped = step_scaled(skip, self.owners, [], scaler)
         self.last = Last(loss=noted if closure is None else detached_loss(result), skipped=skipped, epsilon=0.0)
         return result
-
-    # ---- several ranks
-
-    def _check_ranks(self) -> None:
-        """In the first step: a perturbation per rank needs replicas, and all ranks need the same settings."""
-        distributed.check_layout(self._replicas, self._params(), sync_perturbation=self.sync_perturbation)
-        groups = distributed.process_groups_of(self._replicas, self._params())
-        self._joined_uncompared = bool(groups) and distributed.is_joining(self._replicas)
-        if groups and not self._joined_uncompared:  # only then: reading ε may wait for the device
-            settings = {
-                **{key: [float(group[key]) for group in self.param_groups] for key in self._hyperparameters},
-                **{name: getattr(self, name) for name in self.same_on_ranks},
-            }
-            distributed.check_same(settings, groups, device=self._home, way_out="give every rank the same settings")
-        self._process_groups = groups
-
-    def _compare_gradients(self, *, ascends: bool) -> None:
-        """In the first step: a parameter with a gradient on only some ranks would make the others wait forever."""
-        if not self._process_groups or self._joined_uncompared:
-            return
-        distributed.check_missing_gradients(self._params(), self.model, self._process_groups, device=self._home)
-        if self._replicas:
-            gradients = [p.grad for p in self._params() if p.grad is not None]
-            length = float(combine(norms(gradients, norm=self.norm), norm=self.norm))
-            distributed.check_gradient_norms(length, self._process_groups, device=self._home, ascends=ascends)
 
     # ---- calls and their arguments
 
@@ -707,11 +680,18 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         if not compared or [self.ball, *settings, *kinds] != self._checked:
             self.check_groups()
             self._checked = [self.ball, *settings, *kinds] if compared else None
-        if self._process_groups is None or self._joined_uncompared:
-            self._check_ranks()
-        if self._process_groups and self.starts_clean and self.perturbs:
-            distributed.check_join(self._replicas, self.base, sync_perturbation=self.sync_perturbation)
+        if self._ranks.are_unchecked:
+            self._ranks.compare_settings(
+                self._params(), self._rank_settings, device=self._home, sync_perturbation=self.sync_perturbation
+            )
+        if self._ranks.groups and self.starts_clean and self.perturbs:
+            self._ranks.check_join(self.base, sync_perturbation=self.sync_perturbation)
         return scaler
+
+    def _rank_settings(self) -> dict[str, object]:
+        """What must be the same on all ranks."""
+        in_groups = {key: [float(group[key]) for group in self.param_groups] for key in self._hyperparameters}
+        return {**in_groups, **{name: getattr(self, name) for name in self.same_on_ranks}}
 
     # ---- parameters and devices
 

@@ -10,7 +10,7 @@ muon.py            a base optimizer that torch has for matrices alone
 user_files.py      the user's own files that a recipe names, and their checksums
 lr_schedules.py    learning rates as functions of the step
 common_beginning.py  for how many epochs two recipes are the same training
-experiments        tables and figures, the paper's and others, each a function that lists its recipes
+experiments/       tables and figures, the paper's and others, each a function that lists its recipes
 paper_numbers.py   what the paper reports
 """
 

@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 from torch.optim import SGD
 
 import flatmin
-from flatmin.optim.accumulation import MeanGradient
+from flatmin.optim.update.accumulation import MeanGradient
 from tests.support.cases import MakeBase, Method, Setup, same, setup, tensors_in
 
 Closure = Callable[[], Tensor]

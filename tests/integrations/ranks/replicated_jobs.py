@@ -428,7 +428,7 @@ def idle(rank: int, form: str, *, sync: bool) -> dict[str, Any]:
 
 
 def disagree(rank: int, on: str) -> dict[str, Any]:
-    """The error of each rank, and whether its weights stayed."""
+    """The errors of each rank, which tries twice, and whether its weights stayed."""
     case = own_part(twelve("mlp", None), rank)
     case.model = model = DistributedDataParallel(case.model, static_graph=on == "static")
     params = [nn.Parameter(torch.zeros(3)), *model.parameters()]
@@ -446,7 +446,7 @@ def disagree(rank: int, on: str) -> dict[str, Any]:
     if on == "join-zero":
         base = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=SGD, lr=0.1)
     optimizer = AMP(base, **{"epsilon": 0.1, "model": model, **wrong.get(on, {})})
-    before, message = case.weights(), ""
+    before, messages = case.weights(), []
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -459,18 +459,19 @@ def disagree(rank: int, on: str) -> dict[str, Any]:
             loss.backward()
         return loss
 
-    try:
-        with model.join(enable=on.startswith("join")):
-            optimizer.step(closure)
-    except (ValueError, RuntimeError) as error:
-        message = str(error)
+    for _ in range(2):
+        try:
+            with model.join(enable=on.startswith("join")):
+                optimizer.step(closure)
+        except (ValueError, RuntimeError) as error:
+            messages.append(str(error))
     stayed = all(torch.equal(a, b) for a, b in zip(case.weights(), before, strict=True))
     for group in optimizer.param_groups:
         group["epsilon"] = 0.1
     optimizer.inner_iter, optimizer.sync_perturbation, on = 1, True, ""
     with model.join(enable=False):
         optimizer.step(closure)  # nothing is lost after an error
-    return {"message": message, "stayed": stayed, "weights": case.weights()}
+    return {"messages": messages, "stayed": stayed, "weights": case.weights()}
 
 
 WRONG = ("epsilon", "idle", "inner_iter", "gradients", "replicas", "static", "local", "outside", "join", "join-zero")
