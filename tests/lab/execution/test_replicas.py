@@ -291,7 +291,7 @@ def test_a_data_set_that_is_there_is_not_copied() -> None:
 
 
 def test_a_turn_costs_little() -> None:
-    """For the generators and switches some 70 calls, which take 30 µs; it does not grow with the turns."""
+    """Our own calls, and what they call directly: 52 to 57 in torch 2.11 to 2.15; it does not grow with the turns."""
     for deterministic in (False, True):
         scope = RandomScope(torch.device("cpu"), deterministic=deterministic)
         with scope.active():
@@ -300,7 +300,9 @@ def test_a_turn_costs_little() -> None:
         for _ in range(500):
             with work, scope.active():
                 pass
-        assert sum(entry.callcount for entry in work.getstats()) / 500 < 100
+        ours = [entry for entry in work.getstats() if "flatmin" in getattr(entry.code, "co_filename", "")]
+        calls = sum(entry.callcount + sum(inner.callcount for inner in entry.calls or ()) for entry in ours)
+        assert 20 < calls / 500 < 60
 
 
 class Machine:
