@@ -5,14 +5,16 @@
     beginnings.places(last_quarter)       […/erm-0/checkpoint-00150000.safetensors], the longest beginning first
 
 A run is given these places when it starts, and `TrainState` decides by what the checkpoint itself says. A run waits
-while another one of its process trains its beginning: it could not end earlier by training that beginning too.
+while another one of its process trains its beginning: it could not end earlier by training that beginning too. A
+beginning from another machine, or of another commit, does not count: the run will not begin with it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from flatmin_lab.recipes.common_beginning import common_epochs
 from flatmin_lab.recipes.recipe import Job, Recipe
@@ -27,6 +29,7 @@ class Beginnings:
     store: ResultStore
     jobs: Sequence[Job]
     images: int
+    here: Mapping[str, Any] = field(default_factory=dict)  # what a checkpoint's facts must be, to be used here
     _common: dict[tuple[str, str], int] = field(default_factory=dict)
     _trained: dict[tuple[str, int], int] = field(default_factory=dict)
 
@@ -53,6 +56,10 @@ class Beginnings:
             ends = checkpoint.listed(self.store.folder(other)) if last else []
             found += [path for path in ends if (step := checkpoint.step_of(path)) <= last and step % batches == 0]
         return sorted(found, key=checkpoint.step_of, reverse=True)
+
+    def start_step(self, job: Job) -> int:
+        """After how many steps a new run would begin now."""
+        return next((checkpoint.step_of(place) for place in self.places(job) if self._is_usable(place)), 0)
 
     def waits_for(self, job: Job, other: Job, step: int) -> bool:
         """Is another run, which has done so many steps, training more of the job's beginning than there is?"""
@@ -81,9 +88,18 @@ class Beginnings:
     def _trained_epochs(self, job: Job) -> int:
         """Of the job's beginning, when this was first asked: it changes only with those that the job waits for."""
         if job.key not in self._trained:
-            longest = [checkpoint.step_of(place) // self._batches(job.recipe) for place in self.places(job)[:1]]
-            self._trained[job.key] = max(longest, default=0) if self._is_new(job) else job.recipe.epochs
+            there = self.start_step(job) // self._batches(job.recipe) if self._is_new(job) else job.recipe.epochs
+            self._trained[job.key] = there
         return self._trained[job.key]
+
+    def _is_usable(self, place: Path) -> bool:
+        """Was it trained under the conditions that are here?"""
+        try:
+            state = checkpoint.read_state(place)
+        except (OSError, checkpoint.DamagedError):
+            return False
+        found = state.get("facts", {})
+        return not state.get("mixed") and all(found.get(key) == value for key, value in self.here.items())
 
     def _batches(self, recipe: Recipe) -> int:
         return math.ceil(self.images / recipe.batch_size)

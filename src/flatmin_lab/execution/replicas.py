@@ -114,8 +114,9 @@ def train_together(
     def starts_at(number: int) -> int:
         folder = paths[number]
         own = [] if folder is None else checkpoint.listed(Path(folder))
-        found = own or ([] if beginnings is None else beginnings.places(jobs[number]))
-        return checkpoint.step_of(found[0]) if found else 0
+        if own:
+            return checkpoint.step_of(own[0])
+        return 0 if beginnings is None else beginnings.start_step(jobs[number])
 
     timed: AnyTime = AnyTime()
     if deadline is not None and jobs:

@@ -28,6 +28,8 @@ from flatmin_lab.runs.result import split_of
 from flatmin_lab.runs.result_store import ResultStore, UnwrittenError, curves_of
 from flatmin_lab.system.json_data import read_json
 from flatmin_lab.training.loop import config_of
+from flatmin_lab.training.ranks import RankGroup
+from flatmin_lab.training.train_state import SAME_BITS, run_facts
 
 
 class RunOptions(NamedTuple):
@@ -42,7 +44,10 @@ class RunOptions(NamedTuple):
     deadline: Deadline | None = None  # only what will end by then is trained
 
     def beginnings(self, data: Dataset) -> Beginnings:
-        return Beginnings(self.store, self.sharing, len(data.train))
+        device = data.train.x.device
+        known = run_facts(device, RankGroup())
+        here = {key: known.get(key) for key in SAME_BITS if key != "threads" or device.type != "cpu"}
+        return Beginnings(self.store, self.sharing, len(data.train), here)  # on a CPU a run chooses its threads
 
 
 class Run(NamedTuple):

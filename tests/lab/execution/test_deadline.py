@@ -34,6 +34,7 @@ from flatmin_lab.recipes.recipe import Job, Recipe
 from flatmin_lab.runs import checkpoint
 from flatmin_lab.runs.events import Epoch, Event, Finished, Postponed, Progress, Started, Stopped, Timed
 from flatmin_lab.runs.result_store import ResultStore
+from flatmin_lab.training import train_state
 from tests.support.small_runs import run, same, tiny_data, tiny_recipe, whole_state
 
 BATCHES = 5  # in an epoch of the tiny data
@@ -300,6 +301,17 @@ def test_without_a_common_beginning_the_same_run_does_not_fit(
     store: ResultStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert trained(train_all([ERM, LATE], store, limit(45.0, monkeypatch))) == ["erm"]
+
+
+def test_a_beginning_that_another_machine_has_left_is_not_counted_on(
+    store: ResultStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, real = (Job(ERM, 0), Job(LATE, 0)), train_state.run_facts
+    with monkeypatch.context() as patched:
+        patched.setattr(train_state, "run_facts", lambda *given: {**real(*given), "commit": "another"})
+        train_all([ERM], store, limit(45.0, monkeypatch), sharing=jobs)
+    assert trained(train_all([LATE], store, limit(45.0, monkeypatch), sharing=jobs)) == []
+    assert trained(train_all([LATE], store, limit(55.0, monkeypatch), sharing=jobs)) == ["late"]
 
 
 def test_a_run_that_was_given_up_is_kept_and_ends_with_the_same_bits(
