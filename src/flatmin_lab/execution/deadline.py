@@ -15,7 +15,6 @@ from typing import NamedTuple, Protocol
 
 from flatmin.comparison.verdict import duration
 from flatmin_lab.execution.pace import (
-    Bounds,
     Costs,
     Pace,
     Work,
@@ -28,7 +27,7 @@ from flatmin_lab.execution.pace import (
 from flatmin_lab.recipes.recipe import Job
 from flatmin_lab.runs.events import Epoch, Event, Finished, Postponed, Progress, Stopped, Timed
 
-MEASURED_SECONDS = 3.0  # of steps, before they say how fast a run is
+MEASURED_SECONDS = 5.0  # of steps, before they say how fast a run is
 
 
 @dataclass
@@ -112,14 +111,14 @@ class TimedRuns(AnyTime):
         self.on_trial: set[int] = set()
         self.starting: dict[int, float] = {}  # the seconds of a start so far
         self.refused_beside: list[int] | None = None  # the runs beside which none could be started
-        self.after_epoch: set[int] = set()
+        self.at_epoch: set[int] = set()
         self._measure_anew(())
 
     def has_refused(self, active: Sequence[ActiveRun]) -> bool:
         return self.refused_beside == [run.number for run in active]
 
     def first_in_time(self, ready: Sequence[int], active: Sequence[ActiveRun]) -> int | None:
-        costs, left = self._costs(), self.deadline.seconds_left()
+        costs, left = self.deadline.pace.costs(self.kind), self.deadline.seconds_left()
         beside = [self._work_left(run) for run in active]
         for number in ready if left > 0 else ():
             work = work_of(self.jobs[number].recipe, self.starts_at(number), self.steps[number])
@@ -137,9 +136,12 @@ class TimedRuns(AnyTime):
         if {other.number for other in active} != self.begun_with.keys():
             self._measure_anew(active, ago=seconds)
         found: list[Timed] = []
+        if isinstance(event, Epoch | Progress) and self.on_trial and not self.starting:
+            found += self._give_up(active)
         if isinstance(event, Finished):
             self.waited += seconds
             found += [*self._measured(active), Timed(self.kind, "end", 1, seconds)]
+            self._measure_anew(active)
         elif run.number in self.starting:
             self.starting[run.number] += seconds
             self.waited += seconds
@@ -147,19 +149,14 @@ class TimedRuns(AnyTime):
             if run.steps_taken >= self.warmup:
                 found.append(Timed(self.kind, "start", 1, self.starting.pop(run.number)))
         elif isinstance(event, Epoch):
-            self.waited += seconds
-            found.append(Timed(self.kind, "epoch", 1, seconds))
-        if isinstance(event, Epoch | Progress) and not self.starting and self._seconds() >= MEASURED_SECONDS:
-            found += self._measured(active)
+            found += self._after_epoch(active)
+        if isinstance(event, Epoch):
+            self.at_epoch.add(run.number)
+        elif event is None and run.number in self.at_epoch:  # now others can begin with its checkpoint
+            self.at_epoch.discard(run.number)
+            self.refused_beside = None
         for timed in found:
             self.deadline.pace.add(timed)
-        if isinstance(event, Epoch):
-            self.after_epoch.add(run.number)
-        elif event is None and run.number in self.after_epoch:  # now others can begin with its checkpoint
-            self.after_epoch.discard(run.number)
-            self.refused_beside = None
-        if isinstance(event, Epoch | Progress) and self.on_trial and not self.starting:
-            self._give_up(active)
         return found
 
     def as_end(self, number: int, event: Event) -> Event:
@@ -172,24 +169,31 @@ class TimedRuns(AnyTime):
 
     # ---- measuring
 
-    def _costs(self) -> Bounds | None:
-        return self.deadline.pace.costs(self.kind, self.batches)
-
-    def _measure_anew(self, active: Sequence[ActiveRun], *, ago: float = 0.0) -> None:
+    def _measure_anew(self, active: Sequence[ActiveRun], *, ago: float = 0.0, synced: bool = False) -> None:
+        """From now on. Within an epoch a GPU has not done all the steps that it was given: it is not `synced`."""
         self.begun_with = {run.number: run.step or 0 for run in active}
         self.starting = {number: self.starting[number] for number in self.begun_with if number in self.starting}
-        self.began, self.waited = self.clock() - ago, 0.0
+        self.began, self.waited, self.epochs, self.synced = self.clock() - ago, 0.0, 0, synced
 
-    def _seconds(self) -> float:
-        """Of steps alone."""
-        return self.clock() - self.began - self.waited
+    def _after_epoch(self, active: Sequence[ActiveRun]) -> list[Timed]:
+        self.epochs += 1
+        found = self._measured(active) if self._seconds() >= MEASURED_SECONDS else []
+        if found or not (self.synced or self.starting):
+            self._measure_anew(active, synced=True)
+        return found
 
     def _measured(self, active: Sequence[ActiveRun]) -> list[Timed]:
-        """The passes since this was last asked."""
-        passes = sum(passes_of(self._work_since(run)) - passes_of(self._work_left(run)) for run in active)
-        found = [Timed(self.kind, len(active), passes, self._seconds())] if passes else []
-        self._measure_anew(active)
-        return found
+        """The passes from one end of an epoch to another, with an evaluation of each run."""
+        passes = self._passes(active)
+        is_whole = self.synced and self.epochs >= len(active) and passes
+        return [Timed(self.kind, len(active), passes, self._seconds())] if is_whole else []
+
+    def _seconds(self) -> float:
+        """Without starts and ends of runs."""
+        return self.clock() - self.began - self.waited
+
+    def _passes(self, active: Sequence[ActiveRun]) -> float:
+        return sum(passes_of(self._work_since(run)) - passes_of(self._work_left(run)) for run in active)
 
     def _work_since(self, run: ActiveRun) -> Work:
         number = run.number
@@ -201,19 +205,30 @@ class TimedRuns(AnyTime):
 
     # ---- giving up
 
-    def _give_up(self, active: Sequence[ActiveRun]) -> None:
-        """Of the runs on trial that are too late, the one with the most passes left, until all can end in time."""
-        left, costs = self.deadline.seconds_left(), self._costs()
-        if costs is None:
-            return
-        going_on = [run for run in active if run.number not in self.given_up]
-        while late := self._late(going_on, costs.least, left):
+    def _give_up(self, active: Sequence[ActiveRun]) -> list[Timed]:
+        """Of the runs on trial that are too late, the one with the most passes left, until all can end in time.
+
+        If that is not known from whole epochs, what the steps so far have taken is the least; others are to know it.
+        """
+        left, going_on = self.deadline.seconds_left(), [run for run in active if run.number not in self.given_up]
+        is_known, found = self.deadline.pace.knows(self.kind), list[Timed]()
+        if not is_known:
+            seconds, passes = self._seconds(), self._passes(active)
+            if seconds < MEASURED_SECONDS or not passes:
+                return []
+            found = [Timed(self.kind, len(active), passes, seconds, whole=False)]
+            least = most = Costs(lambda together: seconds / passes)
+        elif (costs := self.deadline.pace.costs(self.kind)) is not None:
+            least, most = costs
+        before = len(self.given_up)
+        while late := self._late(going_on, least, left):
             number = max(late, key=lambda number: late[number].passes)
             self.given_up[number] = f"it would end {duration(late[number].seconds)} too late"
             self.on_trial.discard(number)
             going_on = [run for run in going_on if run.number != number]
-        if self.deadline.pace.knows(self.kind):
-            self.on_trial &= self._late(going_on, costs.most, left).keys()
+        if is_known:
+            self.on_trial &= self._late(going_on, most, left).keys()
+        return found if len(self.given_up) > before else []
 
     def _late(self, active: Sequence[ActiveRun], costs: Costs, left: float) -> dict[int, Late]:
         """The runs on trial that would end too late."""

@@ -1,7 +1,7 @@
 """What training takes, as measured while runs train, and when runs that take turns will have ended.
 
     pace.add(Timed(kind, 4, amount=2400.0, seconds=3.6))                       1.5 ms a pass, with four runs at once
-    ends_in_time(late, beside, pace.costs(kind, batches).most, seconds=900.0)
+    ends_in_time(late, beside, pace.costs(kind).most, seconds=900.0)
 
 Work is counted in passes over a batch: a step of ERM is one pass, a step that perturbs 1 + N. Runs that take turns are
 in step with each other, so a run waits for the passes of all of them, and its time depends on what trains beside it.
@@ -58,11 +58,10 @@ def passes_of(work: Work) -> float:
 
 
 class Costs(NamedTuple):
-    """Seconds of a pass with so many runs at once; and of what the others wait for: a run's start, evaluations, end."""
+    """Seconds of a pass with so many runs at once, and of the start and the end of a run, when the others wait."""
 
-    per_pass: Callable[[int], float]
+    per_pass: Callable[[int], float]  # with its share of the evaluation after each epoch
     start: float = 0.0
-    per_step: float = 0.0  # its share of the evaluation after each epoch
     end: float = 0.0
 
 
@@ -89,7 +88,7 @@ def seconds_to_end(runs: Sequence[Work], costs: Costs) -> list[float]:
         if active:
             rounds = min(left[number][0].steps for number in active)
             passes = sum(left[number][0].passes for number in active)
-            now += rounds * (passes * costs.per_pass(len(active)) + len(active) * costs.per_step)
+            now += rounds * passes * costs.per_pass(len(active))
         for number in active:
             stretch = left[number].pop(0)
             if stretch.steps > rounds:
@@ -120,26 +119,32 @@ def started_in_time(needed: Sequence[float], workers: int, seconds: float) -> li
 class Pace:
     """What has been measured so far: amounts and seconds, by the kind of run and the part of it."""
 
-    sums: dict[tuple[str, Any], tuple[float, float]] = field(default_factory=dict)
+    sums: dict[tuple[str, Any, bool], tuple[float, float]] = field(default_factory=dict)
 
     def add(self, timed: Timed) -> None:
-        amount, seconds = self.sums.get((timed.kind, timed.part), (0.0, 0.0))
-        self.sums[timed.kind, timed.part] = amount + timed.amount, seconds + timed.seconds
+        key = (timed.kind, timed.part, timed.whole)
+        amount, seconds = self.sums.get(key, (0.0, 0.0))
+        self.sums[key] = amount + timed.amount, seconds + timed.seconds
 
     def knows(self, kind: str) -> bool:
-        """Have passes of that kind been measured, and an evaluation?"""
-        return self.costs(kind, 1) is not None and (kind, "epoch") in self.sums
+        """Have whole epochs of that kind been measured? Steps alone say only that a run takes no less."""
+        return any(own == kind and isinstance(part, int) and whole for own, part, whole in self.sums)
 
-    def costs(self, kind: str, batches: int) -> Bounds | None:
-        """None until passes of that kind have been measured; an epoch has so many batches."""
-        means = {part: seconds / amount for (own, part), (amount, seconds) in self.sums.items() if own == kind}
-        start, end, epoch = (means.pop(part, 0.0) for part in ("start", "end", "epoch"))
+    def costs(self, kind: str) -> Bounds | None:
+        """None until passes of that kind have been measured."""
+        means = self._means(kind, whole=True)
+        start, end = means.pop("start", 0.0), means.pop("end", 0.0)
+        means = means or self._means(kind, whole=False)
         if not means:
             return None
         return Bounds(
-            Costs(lambda together: _bound(means, together, max), 0.0, epoch / batches, end),
-            Costs(lambda together: _bound(means, together, min), start, epoch / batches, end),
+            Costs(lambda together: _bound(means, together, max), 0.0, end),
+            Costs(lambda together: _bound(means, together, min), start, end),
         )
+
+    def _means(self, kind: str, *, whole: bool) -> dict[Any, float]:
+        known = self.sums.items()
+        return {part: seconds / amount for (own, part, how), (amount, seconds) in known if (own, how) == (kind, whole)}
 
 
 def _bound(measured: Mapping[int, float], together: int, tightest: Callable[[Iterable[float]], float]) -> float:

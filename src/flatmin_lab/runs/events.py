@@ -102,15 +102,16 @@ class Postponed(Stopped):
 
 @dataclass(frozen=True)
 class Timed:
-    """What a part of a run took, for estimates of others of its kind: passes over a batch, or anything else but steps.
+    """What a part of a run took, for estimates of others of its kind: the start, the end, or passes over a batch.
 
     Of passes, the part is how many runs trained at once.
     """
 
     kind: str
-    part: int | Literal["start", "epoch", "end"]  # epoch: what comes after its steps, such as the evaluation
+    part: int | Literal["start", "end"]
     amount: float
     seconds: float
+    whole: bool = True  # of passes: with the evaluations after their epochs
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,6 @@ def limit(left: float, monkeypatch: pytest.MonkeyPatch, *, per_pass: float | Non
     given = Deadline(left / 60, 0.0)
     for together in (1, 2) if per_pass is not None else ():
         given.pace.add(Timed(kind_of(ERM), together, 1e12, 1e12 * (per_pass or 0)))
-        given.pace.add(Timed(kind_of(ERM), "epoch", 1e12, 0.0))
     return given
 
 
@@ -94,7 +93,7 @@ def test_runs_in_turns_end_when_a_round_by_round_count_says() -> None:
             [Stretch(choose.randint(1, 9), choose.choice([1.0, 2.0, 1.5])) for _ in range(choose.randint(0, 3))]
             for _ in range(choose.randint(1, 4))
         ]
-        costs = Costs(lambda together: 0.5 + 1 / together, per_step=choose.random(), end=choose.choice([0.0, 3.0]))
+        costs = Costs(lambda together: 0.5 + 1 / together, end=choose.choice([0.0, 3.0]))
         left = [[passes for steps, passes in work for _ in range(steps)] for work in runs]
         now, ends = 0.0, [0.0] * len(runs)
         active = set(range(len(runs)))
@@ -105,7 +104,6 @@ def test_runs_in_turns_end_when_a_round_by_round_count_says() -> None:
                     now += costs.end
                     ends[number] = now
             now += sum(left[number].pop(0) for number in active) * costs.per_pass(len(active) or 1)
-            now += len(active) * costs.per_step
         assert seconds_to_end(runs, costs) == pytest.approx(ends)
 
 
@@ -122,25 +120,26 @@ def test_a_run_is_started_if_it_and_all_beside_it_will_end() -> None:
 
 def test_what_was_not_measured_with_so_many_at_once_is_bounded_by_what_was() -> None:
     pace = Pace()
-    assert pace.costs("kind", 10) is None
+    assert pace.costs("kind") is None
     pace.add(Timed("kind", "start", 1, 7.0))
-    assert pace.costs("kind", 10) is None
+    assert pace.costs("kind") is None
+    pace.add(Timed("kind", 2, 1.0, 0.1, whole=False))
+    assert not pace.knows("kind")
+    bounds = pace.costs("kind")
+    assert bounds is not None
+    assert bounds.most.per_pass(2) == 0.1
     pace.add(Timed("kind", 2, 50.0, 60.0))
+    assert pace.knows("kind")
     pace.add(Timed("kind", 2, 150.0, 140.0))
     pace.add(Timed("other", 2, 1.0, 9.0))
-    bounds = pace.costs("kind", 10)
+    bounds = pace.costs("kind")
     assert bounds is not None
     assert [bounds.least.per_pass(n) for n in (1, 2, 4)] == [1.0, 1.0, 0.5]
     assert [bounds.most.per_pass(n) for n in (1, 2, 4)] == [2.0, 1.0, 1.0]
     assert (bounds.least.start, bounds.most.start) == (0.0, 7.0)
-    assert bounds.most.per_step == 0.0
-    assert not pace.knows("kind")
-    pace.add(Timed("kind", "epoch", 1, 5.0))
-    assert pace.knows("kind")
     pace.add(Timed("kind", 4, 10.0, 8.0))
-    bounds = pace.costs("kind", 10)
+    bounds = pace.costs("kind")
     assert bounds is not None
-    assert bounds.least.per_step == bounds.most.per_step == 0.5
     assert [bounds.least.per_pass(n) for n in (1, 2, 3, 4)] == [1.0, 1.0, 0.8, 0.8]
     assert [bounds.most.per_pass(n) for n in (1, 2, 3, 4)] == [2.0, 1.0, 1.0, 0.8]
 
@@ -209,26 +208,28 @@ def test_a_run_on_trial_is_given_up_when_its_own_steps_show_that_it_is_too_late(
         assert number is not None
         device.start(number)
     assert device.timed.on_trial == {0, 1}
-    (passes,) = (timed for timed in device.epoch(1.0) if timed.part == 2)
-    assert passes.seconds / passes.amount == pytest.approx(1.0, rel=0.1)
+    (steps,) = (timed for timed in device.epoch(1.0) if timed.part == 2)
+    assert steps.seconds / steps.amount == pytest.approx(1.0, rel=0.1)
+    assert not steps.whole
     # with 140 and 70 passes left both would end after about 210 seconds, and there are 108
     assert set(device.timed.given_up) == {0}
     assert "too late" in device.timed.given_up[0]
-    assert device.timed.on_trial == {1}  # how fast it is alone was not measured
     device.active = [made for made in device.active if made.number == 1]
     assert not device.timed.has_refused(device.active)
     assert device.timed.first_in_time([2], device.active) is None  # 80 more passes
     assert device.timed.has_refused(device.active)
-    for _ in range(6):
+    assert device.timed.on_trial == {1}  # how fast it is alone, with its evaluations, was not measured
+    (passes,) = (timed for _ in range(2) for timed in device.epoch(0.5))
+    assert (passes.part, passes.seconds / passes.amount, passes.whole) == (1, 0.6, True)
+    for _ in range(4):
         device.epoch(0.5)
-    assert set(device.timed.given_up) == {0}
     assert device.timed.on_trial == set()
+    assert set(device.timed.given_up) == {0}
 
 
 def test_a_run_with_a_known_pace_is_never_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device([replace(ERM, batch_size=10)], 200.0, monkeypatch)
     device.deadline.pace.add(Timed(device.timed.kind, 1, 100.0, 100.0))
-    device.deadline.pace.add(Timed(device.timed.kind, "epoch", 1, 1.0))
     assert device.timed.first_in_time([0], []) == 0
     device.start(0)
     device.epoch(30.0)  # another program has come
@@ -240,11 +241,26 @@ def test_an_epoch_that_takes_longer_than_all_the_time_is_not_waited_for(monkeypa
     assert device.timed.first_in_time([0], []) == 0
     device.start(0)
     (made,) = device.active
-    for step in range(1, 5):
+    for step in range(1, 7):
         made.step = made.steps_taken = step
         device.turn(made, None, 2.0)
         device.turn(made, Progress(epoch=1, step=step, numbers={}), 0.0)
     assert set(device.timed.given_up) == {0}
+
+
+def test_steps_that_a_gpu_has_not_done_yet_are_not_taken_for_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host runs ahead of it until the end of an epoch: what is measured goes from one such end to another."""
+    device = Device([replace(ERM, batch_size=10)], 1e6, monkeypatch)
+    assert device.timed.first_in_time([0], []) == 0
+    device.start(0)
+    (made,) = device.active
+    found = []
+    for step in range(1, 41):
+        made.step = made.steps_taken = step
+        found += device.turn(made, None, 0.01)
+        if step % 10 == 0:
+            found += device.turn(made, Epoch(epoch=step // 10, step=step, numbers={}), 20.0)
+    assert [timed.seconds / timed.amount for timed in found if timed.part == 1] == [pytest.approx(2.01)] * 3
 
 
 def test_what_could_not_be_started_is_asked_again_the_step_after_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,10 +363,10 @@ def test_what_a_task_measured_decides_about_the_next_one(store: ResultStore, mon
     assert [number for number, event in events if isinstance(event, Finished)] == [0, 1]
     assert not any(isinstance(event, Timed) for _, event in events)
     kind = kind_of(ERM)
-    assert {part for _, part in given.pace.sums} == {1, "start", "epoch", "end"}
-    assert given.pace.sums[kind, "end"][0] == 2
-    passes, seconds = given.pace.sums[kind, 1]
-    assert 100 < passes <= 120  # of 40 and 80, without those of the two starts
+    assert {part for _, part, _ in given.pace.sums} == {1, "start", "end"}
+    assert given.pace.sums[kind, "end", True][0] == 2
+    passes, seconds = given.pace.sums[kind, 1, True]
+    assert passes == 35 + 70  # of 40 and 80, without the first epochs
     assert seconds > 0
 
 
