@@ -59,7 +59,7 @@ class Beginnings:
 
     def start_step(self, job: Job) -> int:
         """After how many steps a new run would begin now."""
-        return next((checkpoint.step_of(place) for place in self.places(job) if self._is_usable(place)), 0)
+        return max(map(checkpoint.step_of, filter(self._is_usable, self._longest(job))), default=0)
 
     def waits_for(self, job: Job, other: Job, step: int) -> bool:
         """Is another run, which has done so many steps, training more of the job's beginning than there is?"""
@@ -71,7 +71,7 @@ class Beginnings:
         """Delete the old checkpoints of a run that is evaluated, and those of the others that nobody needs any more."""
         alike = [other for other in self.jobs if (other.seed, other.recipe.data) == (job.seed, job.recipe.data)]
         others = [other for other in alike if other.key != job.key]  # of other data an epoch has another length
-        needed = {place for other in others if self._is_new(other) for place in self.places(other)[:1]}
+        needed = {place for other in others if self._is_new(other) for place in self._longest(other)}
         remove_old_checkpoints(self.store.folder(job), {measured, *needed})
         for other in others:
             places = checkpoint.listed(self.store.folder(other)) if self.store.file(other).exists() else []
@@ -91,6 +91,12 @@ class Beginnings:
             there = self.start_step(job) // self._batches(job.recipe) if self._is_new(job) else job.recipe.epochs
             self._trained[job.key] = there
         return self._trained[job.key]
+
+    def _longest(self, job: Job) -> list[Path]:
+        """The longest beginning of the job, and the longest that can be used here."""
+        places = self.places(job)
+        usable = next((place for place in places if self._is_usable(place)), None)
+        return [*places[:1], *([] if usable is None else [usable])]
 
     def _is_usable(self, place: Path) -> bool:
         """Was it trained under the conditions that are here?"""
