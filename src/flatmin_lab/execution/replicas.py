@@ -262,7 +262,7 @@ def _take_turns(
     limit: ReplicaLimit,
     stop: Callable[[], str | None],
     choose: Callable[[Collection[int], Sequence[Replica]], int | None] = lambda waiting, _: next(iter(waiting), None),
-    timed: AnyTime = AnyTime(),  # noqa: B008  it has no state
+    timed: AnyTime = AnyTime(),  # noqa: B008  it never changes
 ) -> Iterator[tuple[int, Event]]:
     active: list[Replica] = []
     failed: list[Exception] = []
