@@ -135,6 +135,8 @@ class TimedRuns(AnyTime):
     ) -> Sequence[Timed]:
         if {other.number for other in active} != self.begun_with.keys():
             self._measure_anew(active, ago=seconds)
+        if run.number not in self.starting:
+            self.longest_turn[run.number] = max(self.longest_turn.get(run.number, 0.0), seconds)
         found: list[Timed] = []
         if isinstance(event, Epoch | Progress) and self.on_trial and not self.starting:
             found += self._give_up(active)
@@ -174,6 +176,7 @@ class TimedRuns(AnyTime):
         self.begun_with = {run.number: run.step or 0 for run in active}
         self.starting = {number: self.starting[number] for number in self.begun_with if number in self.starting}
         self.began, self.waited, self.epochs, self.synced = self.clock() - ago, 0.0, 0, synced
+        self.longest_turn: dict[int, float] = {}  # of each run
 
     def _after_epoch(self, active: Sequence[ActiveRun]) -> list[Timed]:
         self.epochs += 1
@@ -208,12 +211,13 @@ class TimedRuns(AnyTime):
     def _give_up(self, active: Sequence[ActiveRun]) -> list[Timed]:
         """Of the runs on trial that are too late, the one with the most passes left, until all can end in time.
 
-        If that is not known from whole epochs, what the steps so far have taken is the least; others are to know it.
+        If that is not known from whole epochs, what the steps so far have taken is the least, without the longest one
+        of each run, in which its smaller last batch may have been compiled; others are to know it.
         """
         left, going_on = self.deadline.seconds_left(), [run for run in active if run.number not in self.given_up]
         is_known, found = self.deadline.pace.knows(self.kind), list[Timed]()
         if not is_known:
-            seconds, passes = self._seconds(), self._passes(active)
+            seconds, passes = self._seconds() - sum(self.longest_turn.values()), self._passes(active)
             if seconds < MEASURED_SECONDS or not passes:
                 return []
             found = [Timed(self.kind, len(active), passes, seconds, whole=False)]

@@ -248,6 +248,22 @@ def test_an_epoch_that_takes_longer_than_all_the_time_is_not_waited_for(monkeypa
     assert set(device.timed.given_up) == {0}
 
 
+def test_a_step_that_compiles_does_not_make_a_run_look_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last batch of an epoch may be smaller: its step is captured anew."""
+    device = Device([replace(ERM, batch_size=10)], 300.0, monkeypatch)
+    assert device.timed.first_in_time([0], []) == 0
+    device.start(0)
+    (made,) = device.active
+    for step in range(1, 31):
+        made.step = made.steps_taken = step
+        device.turn(made, None, 60.0 if step == 10 else 1.0)
+        device.turn(made, Progress(epoch=step // 10, step=step, numbers={}), 0.0)
+        if step % 10 == 0:
+            device.turn(made, Epoch(epoch=step // 10, step=step, numbers={}), 1.0)
+    assert not device.timed.given_up
+    assert device.timed.on_trial == set()
+
+
 def test_steps_that_a_gpu_has_not_done_yet_are_not_taken_for_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host runs ahead of it until the end of an epoch: what is measured goes from one such end to another."""
     device = Device([replace(ERM, batch_size=10)], 1e6, monkeypatch)
