@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from flatmin import metrics
+from flatmin.comparison.verdict import PERCENT
 from flatmin.core.messages import describe
 from flatmin.core.model_state import eval_mode
 from flatmin.core.random_state import seed_everything
@@ -89,11 +90,16 @@ def _named(found: Any) -> dict[str, float]:
         raise TypeError(f"evaluate() must return a number, or numbers by name, got {describe(found)}") from None
     if not values:
         raise ValueError("evaluate() must return at least one number, got an empty mapping")
-    for name in values:
+    for name, value in values.items():
         if _without_split(name) in HIGHER_IS_BETTER:
             raise ValueError(
                 f"lower must be better in every measure, but for {name!r} higher seems to be; return 1 − {name} "
                 "under another name (1 − accuracy is the error)"
+            )
+        if name in PERCENT and math.isfinite(value) and not 0 <= value <= 1:
+            raise ValueError(
+                f"a measure called {name!r} is a share from 0 to 1, which is shown in per cent, got {value:g}; "
+                f"call yours something else, such as mean_{name}"
             )
     return values
 

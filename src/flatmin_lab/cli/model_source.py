@@ -10,7 +10,7 @@ from flatmin_lab.cli import display
 from flatmin_lab.cli.request import read_data, read_run_data
 from flatmin_lab.data.formats.download_progress import download_bar
 from flatmin_lab.data.outside import OutsideData, load_outside
-from flatmin_lab.data.registry import DATA_SETS
+from flatmin_lab.data.registry import NAMED
 from flatmin_lab.evaluation import load_run
 from flatmin_lab.evaluation.load_run import TrainedRun
 from flatmin_lab.evaluation.subject import Subject, user_subject
@@ -96,7 +96,7 @@ class ModelSource:
         if weights is not None:
             load_weights(made, weights)
         description = {"model": name, "weights": None if weights is None else str(weights), "data": data.name}
-        how: dict[str, Any] = {"normalised": self.normalised, "own_data": self.data not in DATA_SETS}
+        how: dict[str, Any] = {"normalised": self.normalised, "own_data": self.data not in NAMED}
         subject = user_subject(made, data, device=device_named(self.device), **how)
         for note in subject.notes:
             display.say(display.terminal(), f"note: {note}", style="yellow")

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flatmin import flatness, metrics
-from flatmin.core.model_state import eval_mode
-from flatmin.core.random_state import RandomStates
+from flatmin.core.model_state import Snapshot, eval_mode
 from flatmin_lab.data.batches import Batches
 from flatmin_lab.evaluation.subject import Subject
 from flatmin_lab.system.json_data import number, numbers
@@ -83,18 +82,20 @@ def _fastest_layout(subject: Subject) -> torch.memory_format:
     Not every network takes it: `x.view(len(x), -1)` of such activations raises, and so do five-dimensional weights.
     """
     model: Any = subject.model
-    before = RandomStates({subject.device})
+    before = Snapshot(model)
     try:
         if subject.test.is_images:
             model.to(memory_format=torch.channels_last)
             x, _ = subject.inputs(subject.test, 2)
-            with torch.no_grad(), eval_mode(model):
-                model(x.contiguous(memory_format=torch.channels_last))
+            before.take({subject.device})
+            try:
+                with torch.no_grad(), eval_mode(model):
+                    model(x.contiguous(memory_format=torch.channels_last))
+            finally:
+                before.put_back()
             return torch.channels_last
     except RuntimeError:
         model.to(memory_format=torch.contiguous_format)
-    finally:
-        before.put_back()
     return torch.contiguous_format
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from flatmin_lab import methods
 from flatmin_lab.data.augment.transforms import augmentation
 from flatmin_lab.data.dataset import Dataset
-from flatmin_lab.data.registry import DATA_SETS
+from flatmin_lab.data.registry import NAMED
 from flatmin_lab.evaluation.subject import Subject
 from flatmin_lab.models.weights import assign_weights, load_unsaved_buffers
 from flatmin_lab.recipes.recipe import Recipe
@@ -151,5 +151,5 @@ def subject_of(run: TrainedRun, data: Dataset, *, use_ema: bool, device: torch.d
         ready.which,
         augment=augmentation(run.recipe.augment, ready.data),
         batch_size=run.recipe.batch_size,
-        own_data=run.recipe.data not in DATA_SETS,
+        own_data=run.recipe.data not in NAMED,
     )

@@ -4,6 +4,8 @@ task_queue.py     tasks, and the bookkeeping of runs and trials: each ends exact
 executor.py       the interface of what executes tasks
 runner.py         recipe + seed → one result file: train, evaluate, store
 beginnings.py     which runs begin the same way, and where one can branch off another
+pace.py           what training takes, and when runs that take turns will have ended
+deadline.py       which runs are started, and which given up, so that all end in time
 run_queue.py      many runs as tasks
 local.py          the executor in this process
 process_pool.py   the executor with several single-threaded processes

@@ -15,7 +15,7 @@ uses the cores better (process_pool.py).
 import traceback
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from time import perf_counter
@@ -25,8 +25,20 @@ import torch
 
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.execution.beginnings import Beginnings
+from flatmin_lab.execution.deadline import AnyTime, Deadline, TimedRuns
 from flatmin_lab.recipes.recipe import Job
-from flatmin_lab.runs.events import BusyError, DivergedError, Event, Failed, Note, Progress, RunError, Started, Stopped
+from flatmin_lab.runs import checkpoint
+from flatmin_lab.runs.events import (
+    BusyError,
+    DivergedError,
+    Event,
+    Failed,
+    Note,
+    Progress,
+    RunError,
+    Started,
+    Stopped,
+)
 from flatmin_lab.runs.open_folder import check
 from flatmin_lab.system.files import is_full_disk
 from flatmin_lab.training.loop import check_arguments, config_of, training_steps
@@ -52,13 +64,14 @@ def train_together(
     checkpoint_minutes: float = 10.0,
     threads: int | None = None,
     beginnings: Beginnings | None = None,
+    deadline: Deadline | None = None,
 ) -> Iterator[tuple[int, Event]]:
     """Train `count` jobs at once, or as many as make it faster: their events as they come, each with its job's number.
 
     A run that fails does not end the others: it yields `Failed`, and its error is raised when all others have ended. A
     run without enough memory beside the others waits until one of them has ended. When `stop` returns a reason, running
     runs save a checkpoint and end, and no others are started. With `beginnings`, new runs begin where others have the
-    same training behind them.
+    same training behind them. With a `deadline`, runs of one kind are started only if they will end in time.
     """
     if count is not None and count < 1:
         raise ValueError(f"the number of runs at once must be at least 1, got {count}")
@@ -75,7 +88,7 @@ def train_together(
         )
         if path is not None:
             check(Path(path), config_of(job.recipe, on_device, job.seed, where), resume=resume)
-    settings: dict[str, Any] = {"device": where, "stop": stop, "capture": capture, "threads": threads}
+    settings: dict[str, Any] = {"device": where, "capture": capture, "threads": threads}
     settings |= {"checkpoint_epochs": checkpoint_epochs, "checkpoint_minutes": checkpoint_minutes}
     started: set[int] = set()
     idle: list[torch.cuda.Stream] = []
@@ -83,17 +96,32 @@ def train_together(
     def start(number: int) -> Replica:
         job, again = jobs[number], resume or number in started  # started, but out of memory: the folder is its own
         started.add(number)
-        more: dict[str, Any] = dict(settings)
+        more: dict[str, Any] = {**settings, "stop": lambda: stop() or timed.given_up.get(number)}
         if beginnings is not None:  # as they are now
             more |= {"beginnings": beginnings.places(job), "kept_epochs": beginnings.kept_epochs(job)}
         events = training_steps(job.recipe, on_device, seed=job.seed, folder=paths[number], resume=again, **more)
         return Replica(number, events, where, idle)
 
-    def waits(number: int, active: Sequence[Replica]) -> bool:
-        job, others = jobs[number], [(jobs[replica.number], replica.step or 0) for replica in active]
+    def choose(waiting: Collection[int], active: Sequence[Replica]) -> int | None:
+        if timed.has_refused(active):
+            return None
+        others = [(jobs[replica.number], replica.step or 0) for replica in active]
+        return timed.first_in_time([number for number in waiting if not waits(jobs[number], others)], active)
+
+    def waits(job: Job, others: Sequence[tuple[Job, int]]) -> bool:
         return beginnings is not None and any(beginnings.waits_for(job, other, step) for other, step in others)
 
-    return _take_turns(deque(range(len(jobs))), start, ReplicaLimit.for_device(where, count), stop, waits)
+    def starts_at(number: int) -> int:
+        folder = paths[number]
+        own = [] if folder is None else checkpoint.listed(Path(folder))
+        if own:
+            return checkpoint.step_of(own[0])
+        return 0 if beginnings is None else beginnings.start_step(jobs[number])
+
+    timed: AnyTime = AnyTime()
+    if deadline is not None and jobs:
+        timed = TimedRuns(jobs, len(data.train), deadline, starts_at=starts_at, warmup=WARMUP_ROUNDS)
+    return _take_turns(deque(range(len(jobs))), start, ReplicaLimit.for_device(where, count), stop, choose, timed)
 
 
 def _check_folders(paths: Sequence[Path | str | None], count: int) -> None:
@@ -233,20 +261,22 @@ def _take_turns(
     start: Callable[[int], Replica],
     limit: ReplicaLimit,
     stop: Callable[[], str | None],
-    waits: Callable[[int, Sequence[Replica]], bool] = lambda number, active: False,
+    choose: Callable[[Collection[int], Sequence[Replica]], int | None] = lambda waiting, _: next(iter(waiting), None),
+    timed: AnyTime = AnyTime(),  # noqa: B008  it never changes
 ) -> Iterator[tuple[int, Event]]:
     active: list[Replica] = []
     failed: list[Exception] = []
     total = len(waiting)
     try:
         while active or waiting:
-            while len(active) < limit.count and (ready := [n for n in waiting if not waits(n, active)]) and not stop():
-                waiting.remove(ready[0])
-                active.append(start(ready[0]))
-            if not active:  # asked to stop: a run waits only for an active one
+            while len(active) < limit.count and (number := choose(waiting, active)) is not None and not stop():
+                waiting.remove(number)
+                active.append(start(number))
+            if not active:  # asked to stop, or no time is left: a run waits for another one only while that is active
                 break
             only_steps = True
             for replica in tuple(active):
+                since = perf_counter()
                 event, error = _turn(replica, active)
                 if error is not None and active and _is_out_of_memory(replica, error):
                     limit.lower()
@@ -257,11 +287,13 @@ def _take_turns(
                     event = _failed(error, replica.step)
                 only_steps &= event is None or isinstance(event, Progress)
                 if event is not None:
-                    yield replica.number, event
+                    yield replica.number, timed.as_end(replica.number, event)
+                for measured in timed.after_turn(replica, event, perf_counter() - since, active):
+                    yield replica.number, measured
             if waiting:
                 limit.finish_round(len(active), only_steps=only_steps)
-        for number in waiting:
-            yield number, Stopped(stop() or "asked to stop", 0)
+        reason = stop() if waiting else None
+        yield from ((number, Stopped(reason, 0) if reason else timed.not_started(number)) for number in waiting)
     except BaseException as first:
         errors = [error for replica in active if (error := _close(replica)) is not None]
         if errors and isinstance(first, GeneratorExit):

@@ -11,13 +11,15 @@ import math
 from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import cached_property
 from typing import Any, Protocol
 
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.execution.executor import Executor, run_tasks
+from flatmin_lab.execution.pace import kind_of
 from flatmin_lab.execution.runner import Run, RunOptions, RunTask, run_task_on_data
-from flatmin_lab.execution.task_queue import Slot, Stop, TaskQueue, WorkerLoss
-from flatmin_lab.runs.events import Event, Failed, Finished, Stopped
+from flatmin_lab.execution.task_queue import Slot, Stop, TaskEnd, TaskFailure, TaskMessage, TaskQueue, WorkerLoss
+from flatmin_lab.runs.events import Event, Failed, Finished, Stopped, Timed
 
 
 class RunExecutor(Executor, Protocol):
@@ -94,7 +96,7 @@ class RunQueue(TaskQueue[RunTask]):
 
     def task_size(self, number: int, slot: Slot) -> int:
         """How many runs to train together: on a GPU, its equal part of the runs of the data set."""
-        same = sum(run.job.recipe.data == self.data_name(number) for run in self.runs)
+        same = self.groups.count(self.groups[number])
         return 1 if slot.device == "cpu" else math.ceil(same / slot.workers)
 
     def can_start(self, number: int) -> bool:
@@ -106,7 +108,21 @@ class RunQueue(TaskQueue[RunTask]):
 
     def _can_share_worker(self, number: int, other: int) -> bool:
         was_lost = self.lost_on[number] or self.lost_on[other]
-        return self.data_name(number) == self.data_name(other) and not was_lost
+        return self.groups[number] == self.groups[other] and not was_lost
+
+    @cached_property
+    def groups(self) -> list[str]:
+        """What runs that train together have in common: the data set, and with a deadline what a pass takes."""
+        recipes = [run.job.recipe for run in self.runs]
+        return [recipe.data if self.options.deadline is None else kind_of(recipe) for recipe in recipes]
+
+    def receive(self, task: RunTask, message: TaskMessage, node: str) -> Iterator[tuple[int, Event]]:
+        """What a run took, also after its end, is for those that are started later."""
+        timed = None if isinstance(message, TaskFailure | WorkerLoss | TaskEnd) else message[1]
+        if not isinstance(timed, Timed):
+            yield from super().receive(task, message, node)
+        elif self.options.deadline is not None:
+            self.options.deadline.pace.add(timed)
 
     def data_of(self, task: RunTask) -> Dataset:
         name = self.data_name(next(iter(task.numbers)))

@@ -6,6 +6,7 @@ beginning (beginnings.py).
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.data.registry import load_once
 from flatmin_lab.evaluation import load_run, post_training
 from flatmin_lab.execution.beginnings import Beginnings
+from flatmin_lab.execution.deadline import Deadline
 from flatmin_lab.execution.replicas import train_together
 from flatmin_lab.execution.task_queue import Stop
 from flatmin_lab.recipes.recipe import Job
@@ -26,6 +28,8 @@ from flatmin_lab.runs.result import split_of
 from flatmin_lab.runs.result_store import ResultStore, UnwrittenError, curves_of
 from flatmin_lab.system.json_data import read_json
 from flatmin_lab.training.loop import config_of
+from flatmin_lab.training.ranks import RankGroup
+from flatmin_lab.training.train_state import SAME_BITS, run_facts
 
 
 class RunOptions(NamedTuple):
@@ -37,9 +41,13 @@ class RunOptions(NamedTuple):
     checkpoint_epochs: int = 10
     checkpoint_minutes: float = 10.0
     sharing: tuple[Job, ...] = ()  # runs of this and later calls that train a common beginning once
+    deadline: Deadline | None = None  # only what will end by then is trained
 
     def beginnings(self, data: Dataset) -> Beginnings:
-        return Beginnings(self.store, self.sharing, len(data.train))
+        device = data.train.x.device
+        known = run_facts(device, RankGroup())
+        here = {key: known.get(key) for key in SAME_BITS if key != "threads" or device.type != "cpu"}
+        return Beginnings(self.store, self.sharing, len(data.train), here)  # on a CPU a run chooses its threads
 
 
 class Run(NamedTuple):
@@ -99,6 +107,7 @@ def run_task_on_data(task: RunTask, dataset: Dataset, stop: Stop) -> Iterator[tu
         checkpoint_epochs=options.checkpoint_epochs,
         checkpoint_minutes=options.checkpoint_minutes,
         beginnings=options.beginnings(data),
+        deadline=deepcopy(options.deadline),  # as in another process: what is measured reaches the queue as events
     )
     try:
         for index, event in events:

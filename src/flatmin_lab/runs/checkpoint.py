@@ -79,6 +79,20 @@ def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def read_state(path: Path) -> dict[str, Any]:
+    """The state alone, from the file's header: fast, and not verified."""
+    with path.open("rb") as file:
+        start = file.read(8)
+        header = file.read(min(int.from_bytes(start, "little"), path.stat().st_size))
+    try:
+        state = json.loads(json.loads(header)["__metadata__"]["state"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedError(f"{path} is not an intact checkpoint ({type(error).__name__}: {error})") from error
+    if not isinstance(state, dict):
+        raise DamagedError(f"{path} is not an intact checkpoint: its state is a {type(state).__name__}")
+    return state
+
+
 def read(path: Path) -> Checkpoint:
     """The checkpoint, verified; DamagedError if it is not intact, OSError if the file cannot be read at all."""
     load = need("safetensors.torch", "a checkpoint").load

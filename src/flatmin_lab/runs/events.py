@@ -8,7 +8,7 @@ numbers.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 class RunError(RuntimeError):
@@ -94,6 +94,27 @@ class Stopped:
 
 
 @dataclass(frozen=True)
+class Postponed(Stopped):
+    """It would not end in time: it was not started, or was given up and is saved."""
+
+    given_up: bool = False
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What a part of a run took, for estimates of others of its kind: the start, the end, or passes over a batch.
+
+    Of passes, the part is how many runs trained at once.
+    """
+
+    kind: str
+    part: int | Literal["start", "end"]
+    amount: float
+    seconds: float
+    whole: bool = True  # of passes: with the evaluations after their epochs
+
+
+@dataclass(frozen=True)
 class Failed:
     """One of many runs failed: why, and after how many steps, if it got that far."""
 
@@ -109,4 +130,4 @@ class Finished:
     result: Mapping[str, Any]
 
 
-Event = Started | Progress | Epoch | Saved | Measured | Note | Stopped | Failed | Finished
+Event = Started | Progress | Epoch | Saved | Measured | Note | Timed | Stopped | Failed | Finished

@@ -329,6 +329,11 @@ def test_the_doctor_takes_the_same_function() -> None:
         ),
         ({"held_out": None, "evaluate": lambda made: lambda: "good"}, {}, "must return a number"),
         (
+            {"held_out": None, "evaluate": lambda made: lambda: {"error": 3.2}},
+            {},
+            "'error' is a share from 0 to 1, which is shown in per cent, got 3.2; call yours something else",
+        ),
+        (
             {"optimizer": lambda made: flatmin.RMP(made["optimizer"], epsilon=0.1)},
             {},
             "a plain optimizer or a flatmin.AMP",

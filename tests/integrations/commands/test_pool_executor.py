@@ -4,12 +4,20 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from time import time
 
 from flatmin_lab.data.dataset import Dataset
+from flatmin_lab.execution.deadline import Deadline
 from flatmin_lab.execution.executor import run_tasks
+from flatmin_lab.execution.pace import kind_of
 from flatmin_lab.execution.process_pool import ProcessPool
+from flatmin_lab.execution.run_queue import run_all
+from flatmin_lab.execution.runner import Run, RunOptions
 from flatmin_lab.execution.task_queue import MAX_ATTEMPTS, Stop
-from flatmin_lab.runs.events import Event, Failed, Finished, Note, Stopped
+from flatmin_lab.recipes.experiments.experiment import cell
+from flatmin_lab.recipes.recipe import Job
+from flatmin_lab.runs.events import Event, Failed, Finished, Note, Postponed, Stopped, Timed
+from flatmin_lab.runs.result_store import ResultStore
 from tests.lab.execution.test_executors import ACTS, KINDS, Act, Acts, act_out, ends, kinds
 
 POOL = ProcessPool(["cpu", "cpu"])
@@ -33,6 +41,18 @@ def act_or_die(task: Act, data: Dataset, stop: Stop) -> Iterator[tuple[int, Even
 
 def test_in_a_pool_everything_ends_once(tmp_path: Path) -> None:
     assert kinds(POOL, Acts(ACTS, tmp_path)) == KINDS
+
+
+def test_in_a_pool_a_run_is_started_if_it_will_end_in_time(tmp_path: Path) -> None:
+    """Passes that take a hundred seconds, 30 of ERM and 60 of AMP, in 4000 seconds; what is measured comes back."""
+    recipes = [cell("smoke", "cifar10", "vgg16", method) for method in ("amp", "erm", "flooding")]
+    limit = Deadline(4000 / 60, time() + 4000.0)
+    kind = kind_of(recipes[0])
+    limit.pace.add(Timed(kind, 1, 1e12, 1e14))
+    options = RunOptions(ResultStore(tmp_path / "results", tmp_path / "runs"), deadline=limit)
+    found = dict(run_all([Run(Job(recipe, 0)) for recipe in recipes], options, POOL))
+    assert [type(found[number]) for number in range(3)] == [Postponed, Finished, Finished]
+    assert limit.pace.sums[kind, "end", True][0] == 2
 
 
 def test_when_asked_to_stop_what_runs_and_what_waits_is_stopped(tmp_path: Path) -> None:

@@ -93,6 +93,22 @@ def test_a_dry_run_lists_and_estimates_and_trains_nothing(tmp_path: Path) -> Non
     assert not (tmp_path / "runs").exists()
 
 
+def test_within_a_time_limit_what_does_not_fit_is_named_and_not_started(tmp_path: Path) -> None:
+    some = [*SOME, "--methods", "erm,amp", "--seeds", "0", "--workers", "1", *places(tmp_path)]
+    shown = flatmin("reproduce", "table1", *some, "--minutes", "1e-6")
+    assert shown.exit_code == 0, shown.output
+    left = "2 runs do not fit into 1e-06 minutes: smoke/cifar10-vgg16-erm seed 0, smoke/cifar10-vgg16-amp seed 0"
+    assert left in words(shown.stderr)
+    assert not list((tmp_path / "runs").glob("*/*"))
+    dry = flatmin("reproduce", "table1", *some, "--minutes", "1e-6", "--dry-run")
+    assert left in words(dry.stderr)
+    assert "0 runs" in dry.stdout
+    shown = flatmin("reproduce", "table1", *some, "--minutes", "600")
+    assert shown.exit_code == 0, shown.output
+    assert "not fit" not in words(shown.stderr)
+    assert len(list((tmp_path / "results" / "smoke").glob("*.json"))) == 2
+
+
 @pytest.mark.parametrize("command", ["reproduce", "tune", "compare"])
 def test_torchrun_is_refused_by_commands_that_train_many_models(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -259,6 +275,7 @@ def test_outside_data_that_are_missing_are_named_before_anything_is_trained(tmp_
         (["table1", "--seeds", "a"], "--seeds takes whole numbers, as in 0,1 or 0-9"),
         (["table1", "--seeds", "3-1"], "--seeds takes a range from its lowest to its highest, as in 0-9, got 3-1"),
         (["table1", "--device", "cpu,cpu"], "--device takes GPUs, each once, or cpu alone"),
+        (["table1", "--minutes", "0"], "--minutes must be above 0, got 0; leave it out to train all runs"),
         (["table1", "--seeds", "0", "--data", "svhn"], "svhn was not found"),
     ],
     ids=str,

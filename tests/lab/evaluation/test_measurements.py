@@ -224,6 +224,36 @@ def test_any_layout_of_activations_and_weights_has_a_landscape(network: type[nn.
     assert found["splits"]["test"]["line"][1] == pytest.approx(centre, rel=1e-5)
 
 
+class Counting(Net):
+    """Counts the images that it has seen, in eval mode too."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1, 1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        return super().forward(x)
+
+
+class CountingAndViewing(Viewing, Counting):
+    """A network that fails after it has changed its buffer, where images are NHWC."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        return Viewing.forward(self, x)
+
+
+@pytest.mark.parametrize("network", [Counting, CountingAndViewing])
+def test_a_landscape_leaves_buffers_that_change_in_eval_mode_as_they_were(network: type[Counting]) -> None:
+    own = user_subject(network(), tiny_data(), normalised=True, device=torch.device("cpu"))
+    before = own.model.get_buffer("seen").clone()
+    landscapes.landscape(own, points=3, images=20)
+    assert torch.equal(own.model.get_buffer("seen"), before)
+
+
 def test_a_landscape_has_the_loss_of_each_split_in_its_middle(tiny: Subject) -> None:
     seen: list[int] = []
     found = landscapes.landscape(tiny, points=5, images=20, progress=seen.append)
@@ -331,6 +361,14 @@ def test_a_run_on_the_users_own_images_is_measured_on_all_classes(tmp_path: Path
     list(train(tiny_recipe(epochs=1), data, folder=tmp_path / "run"))
     one = subject_of(find_run(tmp_path / "run"), data, use_ema=False, device=torch.device("cpu"))
     assert one.inputs(one.train, 10)[1].unique().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["spiral", "cifar10-made"])
+def test_data_that_flatmin_makes_are_not_the_users_own(tmp_path: Path, name: str) -> None:
+    data = replace(tiny_data(), name=name)
+    list(train(replace(tiny_recipe(epochs=1), data=name), data, folder=tmp_path / "run"))
+    one = subject_of(find_run(tmp_path / "run"), data, use_ema=False, device=torch.device("cpu"))
+    assert torch.equal(one.sample(one.test, 10).x, data.test.x[:10])
 
 
 def test_a_run_and_its_exported_weights_are_equally_flat(tmp_path: Path) -> None:

@@ -369,6 +369,21 @@ def test_a_run_waits_while_another_one_trains_its_beginning_and_others_go_first(
     assert all(is_whole(job, store, tmp_path / f"{job.recipe.name}") for job in jobs)
 
 
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_what_another_machine_has_left_takes_no_beginning_s_place(
+    monkeypatch: pytest.MonkeyPatch, store: ResultStore, steps: list[str], at_once: int
+) -> None:
+    """No run begins with it here: one waits for another that trains it, or finds what that has kept."""
+    last = late(0.1, 0.875, name="last")
+    jobs, real = [Job(ERM, 0), Job(LATE, 0), Job(last, 0)], train_state.run_facts
+    with monkeypatch.context() as patched:
+        patched.setattr(train_state, "run_facts", lambda *given: {**real(*given), "commit": "another"})
+        train_all(jobs[:1], store, sharing=jobs)
+    events = train_all(jobs[1:], store, sharing=jobs, at_once=at_once)
+    assert started(events) == {0: None, 1: "late-0"}
+    assert steps.count("last") == 2 * BATCHES
+
+
 def test_runs_that_share_nothing_wait_for_nobody(store: ResultStore) -> None:
     events = train_all([Job(ERM, 0), Job(LATE, 0)], store, sharing=(), at_once=2)
     assert [(number, type(event)) for number, event in events[:2]] == [(0, Started), (1, Started)]

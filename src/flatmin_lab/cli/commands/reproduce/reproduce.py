@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from time import time
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -36,12 +37,14 @@ from flatmin_lab.cli.progress_columns import COMPILING, SECONDS_OF_EPOCHS
 from flatmin_lab.cli.request import read_data
 from flatmin_lab.data.dataset import Dataset
 from flatmin_lab.evaluation import post_training
+from flatmin_lab.execution.deadline import Deadline
+from flatmin_lab.execution.pace import started_in_time
 from flatmin_lab.execution.process_pool import cores
 from flatmin_lab.execution.run_queue import RunExecutor, run_all
 from flatmin_lab.execution.runner import Run, RunOptions
 from flatmin_lab.execution.task_queue import Stop
 from flatmin_lab.recipes.experiments import EXPERIMENTS, Experiment
-from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Stopped
+from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Postponed, Stopped
 from flatmin_lab.runs.result_store import PLANNED, ResultStore
 from flatmin_lab.system.files import nearest_existing
 from flatmin_lab.system.machine import hardware
@@ -84,6 +87,10 @@ def reproduce(
         option(f"What else to measure, separated by commas: {', '.join(post_training.PARTS)}.", panel=WHICH),
     ] = None,
     limit: Annotated[int | None, option("Execute at most this many runs now.", min=1, panel=WHICH)] = None,
+    minutes: Annotated[
+        float | None,
+        option("Start only runs that will end within this many minutes; default: no limit.", panel=WHICH),
+    ] = None,
     retry: Annotated[bool, option("Retry failed runs.", "--retry", panel=WHICH)] = False,
     results: Annotated[
         Path | None, option("Folder for result files; default: results, or out/smoke/results for smoke.", panel=HOW)
@@ -126,6 +133,7 @@ def reproduce(
 ) -> None:
     """Reproduce the paper's tables and figures, next to its own numbers. To resume, repeat the command."""
     with report_errors(debug):
+        deadline = None if minutes is None else _deadline(minutes)
         need("flatmin_lab.report.paper.tables", "flatmin reproduce")
         above = SMOKE if protocol == "smoke" else Path()
         store, console = ResultStore(results or above / "results", runs or above / "runs"), display.terminal()
@@ -157,23 +165,30 @@ def reproduce(
             for text in lacking:
                 display.say(console, f"note: {text}", style="yellow")
             if dry_run:
-                _dry_run(todo, selection, sets, there, console)
+                _dry_run(todo, selection, sets, there, console, deadline)
                 return
             shared = () if no_share else sharing(selection.runs, store)
-            options = RunOptions(store, str(data_dir), together, checkpoint_epochs, sharing=shared)
+            options = RunOptions(store, str(data_dir), together, checkpoint_epochs, sharing=shared, deadline=deadline)
             with stop_on_signals() as stop:
                 compiles = there.device.startswith("cuda") and any(run.job.recipe.compile for run in todo)
                 events = run_all(todo, options, there, sets, stop=stop)
-                failed, reason = follow(events, todo, console, stop, first=COMPILING if compiles else "")
+                ended = follow(events, todo, console, stop, first=COMPILING if compiles else "")
+        reproduce_view.show_postponed(console, ended.postponed, minutes)
         for one in selection.trained:
             reproduce_view.show_table(one, store, selection)
-        if reason is not None:
-            display.say(console, f"stopped by {reason}; the same command resumes")
-            raise typer.Exit(exit_code(reason))
+        if ended.stopped_by is not None:
+            display.say(console, f"stopped by {ended.stopped_by}; the same command resumes")
+            raise typer.Exit(exit_code(ended.stopped_by))
         for one in selection.measured:
             _cost(one, store, torch.device(there.device_here), data_dir, download, console)
-        if failed or selection.damaged:
+        if ended.failed or selection.damaged:
             raise typer.Exit(1)
+
+
+def _deadline(minutes: float) -> Deadline:
+    if not minutes > 0:
+        raise ValueError(f"--minutes must be above 0, got {minutes:g}; leave it out to train all runs")
+    return Deadline(minutes, time() + 60 * minutes)
 
 
 def _data_names(runs: Sequence[Run]) -> set[str]:
@@ -206,6 +221,7 @@ def _dry_run(
     sets: dict[str, Dataset],
     executor: RunExecutor,
     console: Console,
+    deadline: Deadline | None,
 ) -> None:
     """Show what would run, and how long it would take, estimated from a few steps of each kind."""
     for one in selection.measured:
@@ -219,6 +235,14 @@ def _dry_run(
     with display.busy(console) as say, computing_with(1) if on_cpu else nullcontext():
         seconds = time_estimate.estimate_all_seconds(training, sets, device=device, say=say)
     beside, count = executor.capacity(len(todo))
+    late: list[Run] = []
+    if deadline is not None:  # the estimate itself is not part of the command
+        started = started_in_time(seconds, beside, 60 * deadline.minutes)
+        of_late = {job.key for job, fits in zip(training, started, strict=True) if not fits}
+        late = [run for run in todo if run.job.key in of_late]
+        todo = [run for run in todo if run.job.key not in of_late]
+        kept = [(job, own) for job, own, fits in zip(training, seconds, started, strict=True) if fits]
+        training, seconds = [job for job, _ in kept], [own for _, own in kept]
     begin = f"{len(todo)} run{'' if len(todo) == 1 else 's'}"
     if training:
         total = max([sum(seconds) / beside, *seconds])
@@ -233,18 +257,25 @@ def _dry_run(
             f"estimated from a few steps each, one run at a time{'' if on_cpu else ' on a GPU (several take less)'}; "
             "resumed runs and common beginnings take less, and measurements are extra",
         )
+    if deadline is not None:
+        reproduce_view.show_postponed(console, late, deadline.minutes)
+
+
+class Ended(NamedTuple):
+    """How many runs failed, what stopped the command, and which runs would not have ended in time."""
+
+    failed: int = 0
+    stopped_by: str | None = None
+    postponed: Sequence[Run] = ()
 
 
 def follow(
     events: Iterable[tuple[int, Event]], todo: Sequence[Run], console: Console, stop: Stop, *, first: str
-) -> tuple[int, str | None]:
-    """Show all runs until they have ended; how many failed, and what stopped them.
-
-    `first` says what happens until an epoch has ended.
-    """
-    failed, reason = 0, None
+) -> Ended:
+    """Show all runs until they have ended. `first` says what happens until an epoch has ended."""
     if not todo:
-        return failed, reason
+        return Ended()
+    failed, reason, postponed = 0, None, []
     width = max(len(run.job.recipe.name) for run in todo) + 1
     if first:
         display.say(console, first)
@@ -264,12 +295,15 @@ def follow(
                 case Finished() | Failed():
                     done[number], ended = job.recipe.epochs, ended + 1
                     failed += isinstance(event, Failed) and not event.busy
+                case Postponed():
+                    done[number] = job.recipe.epochs
+                    postponed.append(todo[number])
                 case Stopped():
                     reason = event.reason
             numbers = f"{ended} of {len(todo)} runs" if any(done) else beginning
             progress.update(task, completed=sum(done), numbers=numbers)
         reason = stop() if reason is not None else None
-    return failed, reason
+    return Ended(failed, reason, postponed)
 
 
 def _cost(

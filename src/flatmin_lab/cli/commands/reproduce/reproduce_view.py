@@ -15,12 +15,13 @@ from flatmin_lab.execution.runner import Run
 from flatmin_lab.recipes import paper_numbers
 from flatmin_lab.recipes.experiments import Experiment
 from flatmin_lab.recipes.protocols import PAPER_LENGTH, FollowedProtocol
-from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Started
+from flatmin_lab.runs.events import Epoch, Event, Failed, Finished, Note, Postponed, Started
 from flatmin_lab.runs.result import split_of
 from flatmin_lab.runs.result_store import ResultStore, State
 from flatmin_lab.system.optional_deps import need
 
 SHOWN_TENTHS = 10  # a line is shown after each tenth of a run
+NAMED_RUNS = 10  # of those that did not fit into the time
 
 
 def show_experiments(experiments: Sequence[Experiment], store: ResultStore, console: Console) -> None:
@@ -108,8 +109,22 @@ def event_lines(event: Event, run: Run) -> Iterator[tuple[str, str]]:
                 "another process is training it; repeat the command once that has ended" if event.busy else event.what
             )
             yield f"{'not now' if event.later else 'failed'}: {what}", "yellow" if event.later else "red"
+        case Postponed(given_up=True):
+            saved = "; its last checkpoint is kept" if event.step else ""
+            yield f"given up after step {event.step}: {event.reason}{saved}", "yellow"
         case Note():
             yield f"note: {event.text}", "yellow"
+
+
+def show_postponed(console: Console, runs: Sequence[Run], minutes: float | None) -> None:
+    """The runs that did not fit into the time."""
+    if not runs or minutes is None:
+        return
+    names = [f"{run.job.recipe.name} seed {run.job.seed}" for run in runs[:NAMED_RUNS]]
+    names += [f"and {len(runs) - NAMED_RUNS} more"] if len(runs) > NAMED_RUNS else []
+    count = f"{len(runs)} run{'' if len(runs) == 1 else 's'}"
+    within = f"{minutes:g} minute{'' if minutes == 1 else 's'}"
+    display.say(console, f"{count} {'does' if len(runs) == 1 else 'do'} not fit into {within}: {', '.join(names)}")
 
 
 def show_table(experiment: Experiment, store: ResultStore, selection: Selection) -> None:
