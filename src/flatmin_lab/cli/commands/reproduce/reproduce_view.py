@@ -25,7 +25,7 @@ SHOWN_TENTHS = 10  # a line is shown after each tenth of a run
 
 def show_experiments(experiments: Sequence[Experiment], store: ResultStore, console: Console) -> None:
     """All tables and figures, what is done, and what is missing, which includes results that cannot be read."""
-    table = Table("", "what", "protocol", "runs", "done", "failed", "missing", box=None, pad_edge=False)
+    table = Table("", "in the paper", "what", "protocol", "runs", "done", "failed", "missing", box=None, pad_edge=False)
     unreadable: dict[tuple[str, int], str] = {}
     for experiment in experiments:
         known, damaged = states_of([Run(job, experiment.parts) for job in experiment.jobs()], store)
@@ -37,6 +37,7 @@ def show_experiments(experiments: Sequence[Experiment], store: ResultStore, cons
         missing = states.total() - states["done"] - states["failed"]
         table.add_row(
             experiment.name,
+            experiment.in_paper,
             experiment.title,
             experiment.protocol,
             str(states.total()),
@@ -45,6 +46,7 @@ def show_experiments(experiments: Sequence[Experiment], store: ResultStore, cons
             str(missing or ""),
         )
     wide().print(table)
+    display.say(console, "figures 1, 3, 4 and 9 and the theorems need no training: flatmin theory")
     show_damaged(console, unreadable)
 
 
