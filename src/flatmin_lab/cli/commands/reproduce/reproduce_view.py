@@ -25,7 +25,7 @@ SHOWN_TENTHS = 10  # a line is shown after each tenth of a run
 
 def show_experiments(experiments: Sequence[Experiment], store: ResultStore, console: Console) -> None:
     """All tables and figures, what is done, and what is missing, which includes results that cannot be read."""
-    table = Table("", "in the paper", "what", "protocol", "runs", "done", "failed", "missing", box=None, pad_edge=False)
+    table = Table("", "what", "protocol", "runs", "done", "failed", "missing", box=None, pad_edge=False)
     unreadable: dict[tuple[str, int], str] = {}
     for experiment in experiments:
         known, damaged = states_of([Run(job, experiment.parts) for job in experiment.jobs()], store)
@@ -37,8 +37,7 @@ def show_experiments(experiments: Sequence[Experiment], store: ResultStore, cons
         missing = states.total() - states["done"] - states["failed"]
         table.add_row(
             experiment.name,
-            experiment.in_paper,
-            experiment.title,
+            f"{experiment.title} ({experiment.in_paper})" if experiment.in_paper else experiment.title,
             experiment.protocol,
             str(states.total()),
             str(states["done"]),
