@@ -230,8 +230,8 @@ def measurements(found: Mapping[str, Any]) -> None:
         scores = {MEASURES[name].partition(",")[0]: number(name, found["scaled"][name]) for name in ("nll", "ece")}
         after = ", ".join(f"{label} {text}" for label, text in scores.items())
         if found["scaled"]["nll"] is None:
-            after = "a half without an error has none, so there is nothing to measure"
-        say(console, f"temperature scaling, each half with the temperature of the other half, {shown}: {after}")
+            after = "not measured, as a half without an error has no temperature"
+        say(console, f"after temperature scaling: {after}; each half has the other half's temperature, {shown}")
     say(console, _risks_text(found["selective"]))
     if "outside" in found:
         _show_outside(console, found["outside"], kind, found["split"])

@@ -19,6 +19,11 @@ from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.recipes.user_files import FIELDS, located_name
 
 Command = TypeVar("Command", bound=Callable[..., None])
+# what stands after an option in the help, where the type would say little and take much of a narrow terminal
+PLACEHOLDERS = {
+    "normalise": "MEAN STD",
+    **dict.fromkeys(("settings", "model_settings", "optimizer_settings"), "KEY=VALUE"),
+}
 OF_REQUEST = ("data", "method", "settings")  # `Request` has them beside the other fields
 
 
@@ -65,7 +70,7 @@ def _parameter(name: str, flag: Flag, option_name: str | None = None) -> Paramet
     """The option is named, so that a bool has no --no-… beside it, unless one would want that."""
     usual = f"--{name.replace('_', '-')}"
     usual = f"{usual}/--no-{usual[2:]}" if flag.default is True else usual
-    info = option(flag.text, option_name or usual, panel=flag.panel)
+    info = option(flag.text, option_name or usual, panel=flag.panel, metavar=PLACEHOLDERS.get(name))
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[_taken(flag.kind) | None, info])
 
 

@@ -98,8 +98,9 @@ def _load(name: str, root: Path, *, download: bool, progress: Progress | None, s
         return image_folder.load(path, size=size)
     if is_npz:
         return npz.load(path)
-    if path.suffix == ".npz" or len(path.parts) > 1:
-        problem = "and is neither" if path.exists() else "and is not there"
+    if path.is_file() or path.suffix == ".npz" or len(path.parts) > 1:
+        made = "numpy.savez makes one of the arrays x_train, y_train, x_test and y_test"
+        problem = f"and is neither; {made}" if path.exists() else "and is not there"
         raise FileNotFoundError(f"{path.absolute()} must be an .npz file or a folder of images, {problem}")
     raise ValueError(
         f"unknown data set {name!r}; choose from {', '.join(DATA_SETS)}, "

@@ -1,6 +1,6 @@
 """The protocols: how long a training run is, and which settings it uses.
 
-    paper       200 epochs, as in the paper's published code: this gave the paper's numbers
+    paper       200 epochs, as in the paper's published code: on the CIFARs this gives the paper's numbers
     paper-v2    200 epochs, crops and momentum of that code's second version, the rest as in the paper's text
     short       60 epochs, AMP's radius at most 0.1, everything else as in paper-v2
     smoke       3 epochs of narrow networks on synthetic images, otherwise as in paper

@@ -38,6 +38,8 @@ def test_the_list_says_what_is_there(tmp_path: Path) -> None:
     assert lines.keys() == EXPERIMENTS.keys()
     assert lines["table1"][-3:] == ["144", "1", "143"]
     assert lines["ece"][-3:] == ["72", "1", "71"]
+    assert "(figure 7)" in " ".join(lines["ece"])
+    assert "flatmin theory" in words(shown.stderr)  # figures that no training is needed for
     assert lines["table3"][-2:] == ["72", "72"] or lines["table3"][-3:] == ["72", "0", "72"]  # it has no attack
 
 

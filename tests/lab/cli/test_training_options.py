@@ -1,5 +1,6 @@
 """A field of the recipe is declared once: its option, its check and its row in the docs follow from the declaration."""
 
+import re
 from dataclasses import dataclass, fields
 from runpy import run_path
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from flatmin_lab import methods
 from flatmin_lab.cli.app import app
 from flatmin_lab.cli.options import parse_settings
+from flatmin_lab.cli.overview import COMMANDS
 from flatmin_lab.cli.training_options import method_settings, recipe_changes, recipe_options
 from flatmin_lab.recipes.fields import POSITIVE_INT, RISING, TRAINING, descriptions, flag, flags
 from flatmin_lab.recipes.recipe import Recipe
@@ -110,3 +112,10 @@ def test_a_setting_is_a_number_a_list_of_them_or_a_word() -> None:
     expected = {"a": 1, "b": [0.9, 0.95], "c": "word", "d": "", "e": "x,y", "f": [1]}
     expected |= {"g": 0.5, "h": [-0.5, 0.25], "i": "a.5", "j": "dir/.5"}
     assert parse_settings(pairs) == expected
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_narrow_terminal_cuts_no_option_and_no_word_of_the_help(command: str) -> None:
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).stdout
+    assert "--help" in shown
+    assert not re.findall(r"\S+[^\s,]…", shown)

@@ -112,6 +112,19 @@ def test_paths_of_the_home_folder_and_paths_that_are_not_there(tmp_path: Path, m
         load("")
 
 
+@pytest.mark.parametrize("place", [".", "folder"])
+def test_a_file_of_another_kind_is_refused_as_a_file(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / place).mkdir(exist_ok=True)
+    (tmp_path / place / "iris.csv").write_text("length,species\n5.1,setosa\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        FileNotFoundError, match=r"iris\.csv must be an \.npz file .* neither; numpy\.savez makes one of"
+    ):
+        load(Path(place) / "iris.csv")
+
+
 def test_only_the_images_of_a_folder_are_resized(tmp_path: Path) -> None:
     x, y = np.zeros((2, 8, 8), np.uint8), np.array([0, 1])
     np.savez(tmp_path / "x.npz", x_train=x, y_train=y, x_test=x, y_test=y)

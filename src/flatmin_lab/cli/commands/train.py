@@ -45,7 +45,10 @@ def train(
         int | None, option("Seed for the initial weights, the data order and the noise; default: 0.", panel=TRAINING)
     ] = None,
     seeds: Annotated[
-        int, option("Train this many seeds, starting at --seed, each in its own folder.", min=1, panel=TRAINING)
+        int,
+        option(
+            "Train this many seeds, starting at --seed, each in its own folder.", min=1, panel=TRAINING, metavar="N"
+        ),
     ] = 1,
     out: Annotated[Path | None, option("Run folder; default: runs/DATA-MODEL-METHOD-SEED.")] = None,
     resume: Annotated[

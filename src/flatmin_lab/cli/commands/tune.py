@@ -72,7 +72,7 @@ def tune(
         str | None,
         option("What to tune, such as epsilon or lr,weight_decay; default: all hyper-parameters of the method."),
     ] = None,
-    out: Annotated[Path | None, option("Folder for the tuning; default: tuning/DATA-MODEL-METHOD-LENGTH.")] = None,
+    out: Annotated[Path | None, option("Folder for the tuning; default: DATA-MODEL-METHOD-LENGTH in tuning.")] = None,
     epochs: Annotated[
         int | None,
         option(

@@ -31,7 +31,7 @@ def predict(
     run: Run,
     places: Annotated[
         list[Path],
-        typer.Argument(help="Image files, or folders of them.", metavar="IMAGES...", show_default=False),
+        typer.Argument(help="Image files, or folders of them.", metavar="IMAGES", show_default=False),
     ],
     out: Annotated[Path | None, option("Also write the table to this CSV file.")] = None,
     weights: WeightsOption = None,

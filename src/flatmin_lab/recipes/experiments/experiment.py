@@ -45,6 +45,7 @@ class Experiment:
     trials: int
     parts: tuple[Measurement, ...] = ()
     beside: tuple[Recipe, ...] = ()  # rows of other experiments, shown where they have been trained
+    in_paper: str = ""  # which of the paper's tables, figures or sections this is
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -95,6 +96,7 @@ def experiment_of(
     *,
     trials: int | None = None,
     parts: tuple[Measurement, ...] = (),
+    in_paper: str = "",
 ) -> Experiment:
     return Experiment(
         name=name,
@@ -103,6 +105,7 @@ def experiment_of(
         recipes=tuple(recipes),
         trials=PROTOCOLS[protocol].trials if trials is None else trials,
         parts=parts,
+        in_paper=in_paper,
     )
 
 

@@ -44,7 +44,7 @@ def table1(protocol: Protocol) -> Experiment:
     beside = {
         recipe.name: recipe for make in (ball, adversary, compute, precision) for recipe in make(protocol).recipes
     }
-    found = experiment_of("table1", "test error and NLL of eight methods", protocol, recipes)
+    found = experiment_of("table1", "test error and NLL of eight methods", protocol, recipes, in_paper="table 1")
     return replace(found, beside=tuple(recipe for recipe in beside.values() if recipe not in recipes))
 
 
@@ -57,17 +57,19 @@ def table2(protocol: Protocol) -> Experiment:
         for augment in AUGMENTATIONS
         for method in ("erm", "amp")
     ]
-    return experiment_of("table2", "test error under stronger augmentation", protocol, recipes)
+    return experiment_of("table2", "test error under stronger augmentation", protocol, recipes, in_paper="table 2")
 
 
 def table3(protocol: Protocol) -> Experiment:
     """FGSM and PGD on table 1's PreActResNet18. CIFAR-10, PGD: AMP 49.72 %, ERM 58.88, adversarial training 21.46."""
-    return experiment_of("table3", "error under attack", protocol, _resnets(protocol, METHODS), parts=("attack",))
+    networks = _resnets(protocol, METHODS)
+    return experiment_of("table3", "error under attack", protocol, networks, parts=("attack",), in_paper="table 3")
 
 
 def ece(protocol: Protocol) -> Experiment:
     """The calibration of table 1's PreActResNet18. CIFAR-10: AMP 1.25 %, ERM 3.36."""
-    return experiment_of("ece", "expected calibration error", protocol, _resnets(protocol, METHODS))
+    networks = _resnets(protocol, METHODS)
+    return experiment_of("ece", "expected calibration error", protocol, networks, in_paper="figure 7")
 
 
 def sweep(protocol: Protocol) -> Experiment:
@@ -79,18 +81,27 @@ def sweep(protocol: Protocol) -> Experiment:
             settings = {"epsilon": radius, "inner_lr": 2.0, "inner_iter": 2}
             variant = f"sweep-{radius}-validation"
             recipes.append(cell(protocol, data, RESNET, "amp", variant=variant, validation=True, settings=settings))
-    return experiment_of("sweep", "risk over the radius ε", protocol, recipes, trials=1)
+    return experiment_of("sweep", "risk over the radius ε", protocol, recipes, trials=1, in_paper="figures 8, 10")
 
 
 def curves(protocol: Protocol) -> Experiment:
     """Training and test loss over the epochs: ERM has the lowest training loss, AMP the lowest test loss."""
-    return experiment_of("curves", "loss curves", protocol, _resnets(protocol, ("erm", "flooding", "mixup", "amp")))
+    networks = _resnets(protocol, ("erm", "flooding", "mixup", "amp"))
+    return experiment_of("curves", "loss curves", protocol, networks, in_paper="figure 11")
 
 
 def landscape(protocol: Protocol) -> Experiment:
     """The loss around the weights along random directions, on training and test images: AMP's is flatter."""
     recipes = _resnets(protocol, ("erm", "amp"))
-    return experiment_of("landscape", "loss landscapes", protocol, recipes, trials=1, parts=("landscape",))
+    return experiment_of(
+        "landscape",
+        "loss landscapes",
+        protocol,
+        recipes,
+        trials=1,
+        parts=("landscape",),
+        in_paper="figures 2, 12, 13",
+    )
 
 
 def flatness(protocol: Protocol) -> Experiment:
@@ -105,13 +116,14 @@ def spiral(protocol: Protocol) -> Experiment:
     for method in ("erm", "amp"):
         recipe = Recipe(**points, method=method, name=f"{home_of(protocol)}/spiral-mlp-{method}")
         recipes.append(replace(recipe, settings=perturbation(recipe)) if method == "amp" else recipe)
-    return experiment_of("spiral", "decision boundaries on a spiral", protocol, recipes, parts=("boundary",))
+    title = "decision boundaries on a spiral"
+    return experiment_of("spiral", title, protocol, recipes, parts=("boundary",), in_paper="figure 6")
 
 
 def cost(protocol: Protocol) -> Experiment:
     """The time of table 1's ERM and AMP on CIFAR-10, from a few steps; paper: 1.8 times, 2.4 and 4.2 h on a V100."""
     recipes = [cell(protocol, "cifar10", RESNET, method) for method in ("erm", "amp")]
-    return experiment_of("cost", "computational cost", protocol, recipes, trials=0)
+    return experiment_of("cost", "computational cost", protocol, recipes, trials=0, in_paper="section 5.5")
 
 
 def _resnets(protocol: Protocol, methods: tuple[str, ...]) -> list[Recipe]:

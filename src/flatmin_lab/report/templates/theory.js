@@ -364,7 +364,7 @@ window.flatminTheory = (() => {
     put(c, line(c, thetas.map((t) => [t, kinked(t)]), "erm"));
     put(c, box(c.px(best), c.py(kinkedAmpLoss(best, epsilon)), "of-amp full"), circle(c.px(0), c.py(0), "of-erm full"));
     say("kinked-says",
-      `ERM and adversarial training stay at <b>θ = 0</b>, with loss 0. AMP goes to ` +
+      `ERM and adversarial training stay at <b>θ = 0</b>, with loss 0. The AMP loss is lowest at ` +
       `<b>θ = ε/3 = ${two(best)}</b>, where the worst loss is 4ε/3 = ${two(kinkedAmpLoss(best, epsilon))}; ` +
       `at θ = 0 it would be 2ε = ${two(kinkedAmpLoss(0, epsilon))}.`);
     show(c, "The kinked loss, its AMP loss and its adversarial loss");

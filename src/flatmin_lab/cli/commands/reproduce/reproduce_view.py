@@ -38,7 +38,7 @@ def show_experiments(experiments: Sequence[Experiment], store: ResultStore, cons
         missing = states.total() - states["done"] - states["failed"]
         table.add_row(
             experiment.name,
-            experiment.title,
+            f"{experiment.title} ({experiment.in_paper})" if experiment.in_paper else experiment.title,
             experiment.protocol,
             str(states.total()),
             str(states["done"]),
@@ -46,6 +46,7 @@ def show_experiments(experiments: Sequence[Experiment], store: ResultStore, cons
             str(missing or ""),
         )
     wide().print(table)
+    display.say(console, "figures 1, 3, 4 and 9 and the theorems need no training: flatmin theory")
     show_damaged(console, unreadable)
 
 
