@@ -277,6 +277,11 @@ def evaluates_closure(base: Optimizer) -> bool:
     return given is not None and given.default is Parameter.empty
 
 
+def maximises(base: Optimizer, group: Group) -> bool:
+    """Does its step go up? torch's optimizers say so in each group, those of pytorch_optimizer in an attribute."""
+    return bool(group["maximize"]) if "maximize" in group else getattr(base, "maximize", False) is True
+
+
 def _steps_in_backward(base: Optimizer) -> bool:
     """Does a DDP hook take its steps? torch's ZeroRedundancyOptimizer has no public name for this mode."""
     return bool(getattr(base, "_overlap_with_ddp", False))
