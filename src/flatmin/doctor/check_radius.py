@@ -18,7 +18,6 @@ from flatmin.doctor.check_steps import ObservedStep
 from flatmin.doctor.finding import Finding
 from flatmin.doctor.training import Training
 from flatmin.optim.amp import AMP
-from flatmin.optim.wrapper import maximises
 
 NAME = "radius"
 MAX_GUESS = 0.1  # of ε: safe for most networks
@@ -33,9 +32,10 @@ def check_ascent(steps: Sequence[ObservedStep], training: Training) -> Finding:
     if reason := _why_incomparable(steps):
         return Finding(name, "cannot tell", reason, "fix that first")
     rises = [high - low for high, low in zip(_known(steps, "loss_perturbed"), _known(steps, "loss"), strict=True)]
-    downwards = any(maximises(training.base, group) for group in training.base.param_groups)
-    up = sum(rise < 0 if downwards else rise > 0 for rise in rises)
-    side = "below" if downwards else "above"
+    optimizer = training.optimizer
+    maximises = any(group.get("maximize", optimizer.maximises) for group in optimizer.param_groups)
+    up = sum(rise < 0 if maximises else rise > 0 for rise in rises)
+    side = "below" if maximises else "above"
     seen = f"the loss at θ + Δ is {side} that at θ in {up} of {len(rises)} steps"
     if 2 * up > len(rises):
         return Finding(name, "ok", seen)

@@ -39,7 +39,7 @@ from flatmin.optim.radius.matched import (
 from flatmin.optim.radius.schedule import radii_of
 from flatmin.optim.telemetry.step_info import Measured
 from flatmin.optim.weight_storage import WeightStorage
-from flatmin.optim.wrapper import Group, check_call, maximises, whole_number
+from flatmin.optim.wrapper import Group, check_call, whole_number
 
 
 class AMP(PerturbedOptimizer):
@@ -212,7 +212,7 @@ class AMP(PerturbedOptimizer):
         params, directions = storage.gradients_of(group["params"])
         if not _are_laid_out_like(directions, params):
             directions = [_in_layout_of(gradient, p) for gradient, p in zip(directions, params, strict=True)]
-        if maximises(self.base, group):  # the base ascends, so the worst case descends
+        if group.get("maximize", self.maximises):  # the base ascends, so the worst case descends
             directions = [-gradient for gradient in directions]
         if n == 0:
             return _Ascent(params, directions, rate, group["epsilon"])

@@ -26,7 +26,7 @@ Group = dict[str, Any]
 Wrapper = TypeVar("Wrapper", bound="OptimizerWrapper")  # Self needs Python 3.11
 Arguments = ParamSpec("Arguments")
 
-_NOT_COPIED = ("step", "last", "zeroed", "grad_scale", "found_inf")
+_NOT_COPIED = ("step", "last", "maximises", "zeroed", "grad_scale", "found_inf")
 
 
 class OptimizerWrapper(Optimizer):
@@ -62,6 +62,8 @@ class OptimizerWrapper(Optimizer):
         self._itself: ref[Any] = ref(self)
         for key, value in attributes.items():
             setattr(self, key, value)
+        # of groups that do not say so themselves: torch's optimizers have it there, pytorch_optimizer's on themselves
+        self.maximises = getattr(self.base, "maximize", False) is True
         super().__setstate__({})  # not Optimizer.__init__, which would create its own groups and state
         self._group_watchers: list[WeakMethod[Any]] = []
         self._make_step_state()
@@ -275,11 +277,6 @@ def evaluates_closure(base: Optimizer) -> bool:
     """Does its step need a closure? LBFGS evaluates it at several points."""
     given = signature(type(base).step).parameters.get("closure")
     return given is not None and given.default is Parameter.empty
-
-
-def maximises(base: Optimizer, group: Group) -> bool:
-    """Does its step go up? torch's optimizers say so in each group, those of pytorch_optimizer in an attribute."""
-    return bool(group["maximize"]) if "maximize" in group else getattr(base, "maximize", False) is True
 
 
 def _steps_in_backward(base: Optimizer) -> bool:

@@ -493,7 +493,7 @@ def test_gradients_may_be_those_of_torch_func(form: str) -> None:
 
     def step(*, detached: bool) -> None:
         def run() -> None:
-            at = {name: param.detach() for name, param in params.items()} if detached else params
+            at = {name: param.detach() if detached else param for name, param in params.items()}
             found = torch.func.grad(loss_at)(at)
             for name, param in params.items():
                 param.grad = found[name]

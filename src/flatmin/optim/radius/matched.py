@@ -40,7 +40,7 @@ from flatmin.optim.radius.schedule import (
 )
 from flatmin.optim.radius.step_record import SUMS, StepRecord, sum_dtype
 from flatmin.optim.telemetry.step_info import whole
-from flatmin.optim.wrapper import Group, maximises
+from flatmin.optim.wrapper import Group
 
 AUTO, FIRST_RADIUS = "auto", 0.1  # epsilon="auto", and where it starts
 RELEASE = 0.6  # the share of the perturbed part of a run in which ε is adjusted, if held-out data are to be trained on
@@ -218,7 +218,7 @@ class MatchedRadius:
 
     def _maximises(self) -> bool:
         """Does the base go up, so that the loss at θ + Δ is the lower one?"""
-        return any(maximises(self.optimizer.base, group) for group in self.optimizer.param_groups)
+        return any(group.get("maximize", self.optimizer.maximises) for group in self.optimizer.param_groups)
 
     def _scale(self, factor: float) -> None:
         record, radii = self._known, self.radii
