@@ -32,7 +32,8 @@ def check_ascent(steps: Sequence[ObservedStep], training: Training) -> Finding:
     if reason := _why_incomparable(steps):
         return Finding(name, "cannot tell", reason, "fix that first")
     rises = [high - low for high, low in zip(_known(steps, "loss_perturbed"), _known(steps, "loss"), strict=True)]
-    maximises = any(group.get("maximize") for group in training.base.param_groups)
+    optimizer = training.optimizer
+    maximises = any(group.get("maximize", optimizer.maximises) for group in optimizer.param_groups)
     up = sum(rise < 0 if maximises else rise > 0 for rise in rises)
     side = "below" if maximises else "above"
     seen = f"the loss at θ + Δ is {side} that at θ in {up} of {len(rises)} steps"

@@ -212,7 +212,7 @@ class AMP(PerturbedOptimizer):
         params, directions = storage.gradients_of(group["params"])
         if not _are_laid_out_like(directions, params):
             directions = [_in_layout_of(gradient, p) for gradient, p in zip(directions, params, strict=True)]
-        if group.get("maximize"):  # the base ascends, so the worst case descends
+        if group.get("maximize", self.maximises):  # the base ascends, so the worst case descends
             directions = [-gradient for gradient in directions]
         if n == 0:
             return _Ascent(params, directions, rate, group["epsilon"])

@@ -52,8 +52,9 @@ def gradient_error(first: Tensor | None, params: Sequence[Tensor], model: nn.Mod
     """After the pass `where`: its first gradient cannot be used, or there is none."""
     if first is not None:
         return RuntimeError(
-            f"the gradients of {where} have a graph (create_graph=True), for a base that differentiates them again, "
-            "but the weights have moved by the time it steps; use epsilon=0 with such a base, or another base"
+            f"the gradients of {where} have a graph (of create_graph=True, or of torch.func.grad at parameters that "
+            "require gradients); detach them, or, if the base differentiates them again, use epsilon=0 with it: the "
+            "weights have moved by the time it steps"
         )
     check_still_of_model(params, model, f"in {where}")
     if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in params):

@@ -26,7 +26,7 @@ Group = dict[str, Any]
 Wrapper = TypeVar("Wrapper", bound="OptimizerWrapper")  # Self needs Python 3.11
 Arguments = ParamSpec("Arguments")
 
-_NOT_COPIED = ("step", "last", "zeroed", "grad_scale", "found_inf")
+_NOT_COPIED = ("step", "last", "maximises", "zeroed", "grad_scale", "found_inf")
 
 
 class OptimizerWrapper(Optimizer):
@@ -62,6 +62,8 @@ class OptimizerWrapper(Optimizer):
         self._itself: ref[Any] = ref(self)
         for key, value in attributes.items():
             setattr(self, key, value)
+        # of groups that do not say so themselves: torch's optimizers have it there, pytorch_optimizer's on themselves
+        self.maximises = getattr(self.base, "maximize", False) is True
         super().__setstate__({})  # not Optimizer.__init__, which would create its own groups and state
         self._group_watchers: list[WeakMethod[Any]] = []
         self._make_step_state()

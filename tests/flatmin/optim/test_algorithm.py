@@ -6,11 +6,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 
 import flatmin
 from flatmin.ball import BALLS, NORMS, Ball, Norm
-from tests.support.cases import Setup, same, setup
+from tests.support.cases import MakeBase, Params, Setup, same, setup
 from tests.support.plain_algorithm import Twin
 
 INDICES = {"global": [[0, 1, 2, 3]], "group": [[0, 1], [2, 3]], "tensor": [[0], [1], [2], [3]]}
@@ -214,13 +214,38 @@ def test_algorithm_1_never_crosses_the_kink_and_ends_within_a_step_of_zero(start
     assert -0.01 <= float(theta.detach()) <= 0.02  # a step is 0.01 from the right, 0.02 from the left
 
 
+class Upwards(Optimizer):
+    """As pytorch_optimizer's with maximize=True: it says so in an attribute, not in its groups."""
+
+    maximize = True
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.add_(param.grad, alpha=group["lr"])
+
+
+MAXIMISING: dict[str, tuple[MakeBase, MakeBase]] = {
+    "in its groups": (
+        lambda params: SGD(params, lr=0.1, momentum=0.9),
+        lambda params: SGD(params, lr=0.1, momentum=0.9, maximize=True),
+    ),
+    "in an attribute": (lambda params: SGD(params, lr=0.1), Upwards),
+}
+
+
+@pytest.mark.parametrize("where", MAXIMISING)
 @pytest.mark.parametrize("inner_iter", [1, 2])
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_base_that_maximises_is_one_that_minimises_the_negative(inner_iter: int, norm: Norm) -> None:
+def test_a_base_that_maximises_is_one_that_minimises_the_negative(inner_iter: int, norm: Norm, where: str) -> None:
     weights = []
-    for sign in (1, -1):
+    for sign, make in zip((1, -1), MAXIMISING[where], strict=True):
         case = setup()
-        base = SGD(case.model.parameters(), lr=0.1, momentum=0.9, maximize=sign < 0)
+        base = make(case.model.parameters())
         optimizer = flatmin.AMP(base, epsilon=0.1, inner_iter=inner_iter, norm=norm)
 
         def closure(case: Setup = case, optimizer: flatmin.AMP = optimizer, sign: int = sign) -> Tensor:

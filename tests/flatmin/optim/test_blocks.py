@@ -1,5 +1,7 @@
 """`perturbed()`: the form for loops without a closure, and what its misuse gets."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.optim import SGD
@@ -143,6 +145,32 @@ def test_blocks_do_not_nest_and_a_step_does_not_fit_inside() -> None:
     with pytest.raises(RuntimeError, match=r"step\(\) was called inside"):
         optimizer.step(lambda: optimizer.step(case.closure(optimizer)))
     assert same(case.weights(), theta)
+
+
+@pytest.mark.parametrize("inner_iter", [1, 2])
+@pytest.mark.parametrize("model", ["conv-batchnorm", "dropout"])
+def test_two_optimizers_in_one_block_are_one_with_a_ball_for_each_group(model: str, inner_iter: int) -> None:
+    one, two = setup(model), setup(model)
+    settings: dict[str, Any] = {"epsilon": 0.1, "inner_iter": inner_iter}
+    params, others = list(one.model.parameters()), list(two.model.parameters())
+    base = SGD([{"params": params[:2]}, {"params": params[2:]}], lr=0.1, momentum=0.9)
+    optimizer = flatmin.AMP(base, ball="group", model=one.model, **settings)
+    first = flatmin.AMP(SGD(others[:2], lr=0.1, momentum=0.9), model=two.model, **settings)
+    second = flatmin.AMP(SGD(others[2:], lr=0.1, momentum=0.9), model=two.model, **settings)
+    for step in range(3):
+        torch.manual_seed(step)
+        one.step_in_blocks(optimizer)
+        torch.manual_seed(step)
+        first.zero_grad()
+        second.zero_grad()
+        two.loss().backward()
+        for _ in range(inner_iter):
+            with first.perturbed(), second.perturbed():
+                two.loss().backward()
+        first.step()
+        second.step()
+    assert same(one.weights(), two.weights())
+    assert same(one.buffers(), two.buffers())
 
 
 def test_the_two_forms_do_not_mix_and_zero_grad_begins_afresh() -> None:

@@ -485,6 +485,45 @@ def test_gradients_may_be_those_of_autograd_grad_expanded_ones_too() -> None:
     assert same(*results)
 
 
+@pytest.mark.parametrize("form", ["closure", "blocks"])
+def test_gradients_may_be_those_of_torch_func(form: str) -> None:
+    """At the detached weights: at the parameters themselves they have a graph, and an error says to detach them."""
+    plain, case = setup("dropout"), setup("dropout")
+    params = dict(case.model.named_parameters())
+
+    def step(*, detached: bool) -> None:
+        def run() -> None:
+            at = {name: param.detach() if detached else param for name, param in params.items()}
+            found = torch.func.grad(loss_at)(at)
+            for name, param in params.items():
+                param.grad = found[name]
+
+        if form == "closure":
+            optimizer.step(run)
+        else:
+            optimizer.zero_grad()
+            run()
+            with optimizer.perturbed():
+                run()
+            optimizer.step()
+
+    def loss_at(weights: dict[str, Tensor]) -> Tensor:
+        out = torch.func.functional_call(case.model, weights, (case.x,))
+        return nn.functional.cross_entropy(out, case.y)
+
+    torch.manual_seed(1)
+    run(plain, flatmin.AMP(SGD(plain.model.parameters(), lr=0.1), epsilon=0.1, model=plain.model), 2)
+    torch.manual_seed(1)
+    optimizer = flatmin.AMP(SGD(case.model.parameters(), lr=0.1), epsilon=0.1, model=case.model)
+    for _ in range(2):
+        step(detached=True)
+    assert all(torch.allclose(a, b) for a, b in zip(case.weights(), plain.weights(), strict=True))
+    theta = case.weights()
+    with pytest.raises(RuntimeError, match=r"have a graph .*torch\.func\.grad.*; detach them, or"):
+        step(detached=False)
+    assert same(case.weights(), theta)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at the loss's
 @pytest.mark.parametrize("form", ["a loop with a closure", "a loop with a block", "step itself"])
 @pytest.mark.parametrize("with_model", [True, False])

@@ -247,7 +247,7 @@ def test_a_base_that_differentiates_gradients_gets_a_clear_word(name: str) -> No
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Using backward")  # torch: create_graph may leak memory
             if epsilon:
-                with pytest.raises(RuntimeError, match=r"have a graph \(create_graph=True\).*use epsilon=0"):
+                with pytest.raises(RuntimeError, match=r"have a graph \(of create_graph=True.*use epsilon=0"):
                     optimizer.step(closure)
                 assert same(case.weights(), theta)
             else:

@@ -135,6 +135,39 @@ def test_bf16_is_a_loop_by_hand_to_the_last_bit(tmp_path: Path) -> None:
     assert not same(expected, by_hand(tmp_path, accumulation=3)[0])
 
 
+def test_a_schedule_free_optimizer_is_evaluated_at_its_mean_and_trained_where_it_was(tmp_path: Path) -> None:
+    """The Trainer changes its mode, which moves the weights, before every evaluation and after it."""
+    oracle = pytest.importorskip("pytorch_optimizer")
+    by_hand, model = small_gpt(), small_gpt()
+    optimizer: Any = flatmin.AMP(oracle.ScheduleFreeSGD(by_hand.parameters(), lr=0.1), epsilon=0.1, model=by_hand)
+    for epoch in range(2):
+        optimizer.train()
+        for number, (micro,) in enumerate(windows(sentences(ROWS), 2, 1)):
+            torch.manual_seed(epoch * ROWS // 2 + number)
+            optimizer.zero_grad()
+            by_hand(**micro).loss.backward()
+            with optimizer.perturbed():
+                by_hand(**micro).loss.backward()
+            torch.nn.utils.clip_grad_norm_(by_hand.parameters(), 1.0)
+            optimizer.step()
+        in_training = weights(by_hand)
+        optimizer.eval()
+    base = oracle.ScheduleFreeSGD(model.parameters(), lr=0.1)
+    trainer = AMPTrainer(
+        model=model,
+        args=arguments(tmp_path, eval_strategy="epoch", lr_scheduler_type="constant"),
+        train_dataset=sentences(ROWS),
+        eval_dataset=sentences(4),
+        optimizers=(base, None),
+        callbacks=[Seeds()],
+        epsilon=0.1,
+    )
+    trainer.train()
+    for one, other in zip(weights(model), weights(by_hand), strict=True):
+        torch.testing.assert_close(one, other)
+    assert not same(weights(by_hand), in_training)
+
+
 @pytest.mark.parametrize("nothing", [{"epsilon": 0.0}, {"epsilon": 0.1, "inner_iter": 0}])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_without_radius_or_passes_it_is_the_trainer_to_the_last_bit(

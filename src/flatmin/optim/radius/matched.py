@@ -218,7 +218,7 @@ class MatchedRadius:
 
     def _maximises(self) -> bool:
         """Does the base go up, so that the loss at θ + Δ is the lower one?"""
-        return any(group.get("maximize") for group in self.optimizer.param_groups)
+        return any(group.get("maximize", self.optimizer.maximises) for group in self.optimizer.param_groups)
 
     def _scale(self, factor: float) -> None:
         record, radii = self._known, self.radii
