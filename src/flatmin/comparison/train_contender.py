@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from flatmin.comparison.contenders import AUTO, PASSES, Contender
-from flatmin.comparison.held_out import Measured, measure, measure_pairs
+from flatmin.comparison.held_out import Measured, loss_on_radius_data, measure
 from flatmin.comparison.outcome import Outcome
 from flatmin.core.messages import describe
-from flatmin.core.model_state import eval_mode
 from flatmin.core.random_state import HostRandom, random_state, seed_everything, set_random_state
 from flatmin.core.tensors import plain
 from flatmin.doctor.finding import during
@@ -284,11 +283,8 @@ class _Loop:
         return due
 
     def _match(self) -> None:
-        with preserve_generators(), torch.no_grad(), eval_mode(self.training.model):
-            data = self.training.radius_data
-            loss = measure_pairs(self.training.model, () if data is None else data).measures["nll"]
         if self._radius is not None:
-            self._radius.step(loss)
+            self._radius.step(loss_on_radius_data(self.training))
 
     def _mean_loss(self) -> float:
         """The mean loss of the steps since the last call."""

@@ -40,7 +40,7 @@ class UserTraining:
 
     evaluate            a function without arguments that returns a number, or numbers by name: lower is better
     scheduler_per_step  a scheduler whose step() is called after each step
-    radius_data         other pairs like those in held_out, on which a radius is found while training
+    radius_data         batches like those in batches, of other data, whose loss a radius is matched to while training
     """
 
     model: nn.Module
@@ -68,9 +68,9 @@ class UserTraining:
                     batch = next(batches)
                 except StopIteration:
                     return
-            yield self._on(batch)
+            yield self.closure_on(batch)
 
-    def _on(self, batch: Any) -> Callable[[], Any]:
+    def closure_on(self, batch: Any) -> Callable[[], Any]:
         closure = self.closure
         return (lambda: closure(*batch)) if isinstance(batch, tuple | list) else (lambda: closure(batch))
 
