@@ -14,7 +14,6 @@ from flatmin.comparison.held_out import check_can_measure, measures_before_train
 from flatmin.comparison.outcome import Outcome, read_outcome, write_whole
 from flatmin.comparison.train_contender import (
     Start,
-    batch_count,
     can_match,
     fingerprint,
     has_automatic_radius,
@@ -34,7 +33,7 @@ from flatmin.comparison.verdict import (
 )
 from flatmin.doctor import Finding, MakeTraining, examine, has_error
 from flatmin.doctor.training import preserve_generators
-from flatmin.doctor.user_training import UserTraining, call
+from flatmin.doctor.user_training import UserTraining, batch_count, call
 from flatmin.optim.radius import RadiusSchedule
 from flatmin.optim.wrapper import whole_number
 

@@ -25,7 +25,7 @@ from flatmin.core.random_state import HostRandom, random_state, seed_everything,
 from flatmin.core.tensors import plain
 from flatmin.doctor.finding import during
 from flatmin.doctor.training import preserve_generators
-from flatmin.doctor.user_training import MakeTraining, UserTraining, call
+from flatmin.doctor.user_training import MakeTraining, UserTraining, batch_count, call
 from flatmin.optim.amp import AMP
 from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.optim.radius import FIRST_RADIUS, MatchedRadius, RadiusScheduler, matched_until, radii_of, scale_radii
@@ -147,14 +147,6 @@ def _summed_weights(training: UserTraining) -> bytes:
     state = {name: value for name, value in training.model.state_dict().items() if isinstance(value, Tensor)}
     totals = {name: plain(value).cpu().double().sum().item() for name, value in state.items()}
     return "".join(f"{name} {tuple(value.shape)} {totals[name]:.9g}" for name, value in state.items()).encode()
-
-
-def batch_count(batches: object) -> int | None:
-    """None if it is not known: a DataLoader of an IterableDataset has a `__len__` that raises."""
-    try:
-        return len(batches)  # type: ignore[arg-type]
-    except TypeError:
-        return None
 
 
 class _Stream:

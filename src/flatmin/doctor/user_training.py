@@ -87,6 +87,14 @@ def call(make_training: MakeTraining, seed: int) -> UserTraining:
     return _read(made)
 
 
+def batch_count(batches: object) -> int | None:
+    """None if it is not known: a DataLoader of an IterableDataset has a `__len__` that raises."""
+    try:
+        return len(batches)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
 def _read(made: object) -> UserTraining:
     if isinstance(made, Mapping):
         unknown, missing = set(made) - set(NAMES), [name for name in NAMES[:3] if name not in made]
