@@ -54,7 +54,14 @@ from flatmin.ball import Ball, Norm
 from flatmin.core.messages import describe
 from flatmin.core.model_state import Snapshot
 from flatmin.core.tensors import plain
-from flatmin.integrations.automatic_radius import check_epsilon, is_auto, matched_radius, unadjusted, validation_loss
+from flatmin.integrations.automatic_radius import (
+    check_epsilon,
+    check_loss_on_ranks,
+    is_auto,
+    matched_radius,
+    unadjusted,
+    validation_loss,
+)
 from flatmin.integrations.replay import RandomState, Replay, as_it_is, note_losses
 from flatmin.integrations.scheduled_radius import ScheduledRadius
 from flatmin.optim import AMP, RMP, perturbed
@@ -193,10 +200,12 @@ class FlatMinima(pl.Callback):
         self._loss_before = trainer.callback_metrics.get(self.monitor)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._matched or trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
         metrics = trainer.callback_metrics  # with those of earlier validations, if this one did not log them
         is_new = self.monitor in metrics and metrics[self.monitor] is not self._loss_before
-        is_missing = is_auto(self.epsilon) and self.monitor not in metrics
-        if self._matched and (is_new or is_missing) and trainer.state.fn == "fit" and not trainer.sanity_checking:
+        check_loss_on_ranks(self._matched[0], self.monitor, is_there=is_new)
+        if is_new or (is_auto(self.epsilon) and self.monitor not in metrics):
             loss = validation_loss(metrics, self.monitor)
             for matched in self._matched:
                 matched.step(loss)
