@@ -7,6 +7,7 @@ hyper-parameters (ε, ζ) are in the groups beside lr and weight decay, where sc
 them and each group may have its own.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from inspect import Parameter, signature
@@ -56,6 +57,15 @@ class OptimizerWrapper(Optimizer):
             base.defaults[key] = value
             for group in base.param_groups:
                 group[key] = value if group.get(key, earlier) == earlier else _plain_number(group[key])
+            if earlier is not None and all(group[key] != value for group in base.param_groups):
+                found = ", ".join(str(group[key]) for group in base.param_groups)
+                warnings.warn(
+                    f"{key}={value} changes nothing: all groups of this {type(base).__name__}, which was wrapped "
+                    f"before, keep their own ({found}), perhaps a scheduler's; to change it, set group[{key!r}] = "
+                    f"{value} for each group in optimizer.param_groups",
+                    RuntimeWarning,
+                    stacklevel=4,  # where AMP(…) is written
+                )
         self._initialise({"base": base, **settings})
 
     def _initialise(self, attributes: Mapping[str, Any]) -> None:
