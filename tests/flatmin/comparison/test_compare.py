@@ -321,6 +321,21 @@ def test_another_comparison_is_not_mixed_in(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+def test_of_two_comparisons_at_once_in_a_folder_the_second_is_refused(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def begin_another(progress: Progress) -> None:
+        if progress.outcome is None:
+            with pytest.raises(BlockingIOError) as error:
+                compare(Own(), out=tmp_path)
+            refused.append(str(error.value))
+
+    first = compare(Own(), out=tmp_path, progress=begin_another)
+    rule = f"another process is comparing in {tmp_path}; wait for it to end, or choose another folder"
+    assert refused == [rule] * len(first.outcomes)
+    assert compare(Own(), out=tmp_path).outcomes == first.outcomes  # afterwards the folder is free
+
+
 def test_seeds_that_do_not_fit_into_the_time_are_left_out() -> None:
     found = compare(Own(), seeds=50, minutes=0.0001)
     assert found.stopped.startswith("Stopped at seed 0")
