@@ -25,7 +25,8 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(LIBRARY.parent)}
 WITH_TRITON = ("triton_kernels.py", "multi_tensor.py")  # the second looks whether it is there
 INTEGRATIONS = {  # each imports its own trainer
     "accelerate.py": {"accelerate"},
-    "lightning.py": {"lightning", "pytorch_lightning", "torchmetrics"},
+    "lightning_package.py": {"lightning", "pytorch_lightning"},
+    "lightning_step.py": {"torchmetrics"},
     "recorded_step.py": {"transformers"},
     "transformers.py": {"transformers"},
 }

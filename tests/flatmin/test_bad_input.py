@@ -61,6 +61,11 @@ CONSTRUCTORS: dict[str, tuple[Callable[[Setup], Any], str]] = {
     "text epsilon": (lambda case: AMP(sgd(case), epsilon="0.1"), "epsilon .* number .* got '0.1'"),
     "true epsilon": (lambda case: AMP(sgd(case), epsilon=True), "epsilon .* number .* got True"),
     "vector epsilon": (lambda case: AMP(sgd(case), epsilon=torch.ones(2)), r"one number, got .* shape \(2,\)"),
+    "negative tensor epsilon": (
+        lambda case: AMP(sgd(case), epsilon=torch.tensor(-0.5)),
+        "epsilon must be a finite number of at least 0, got -0.5",
+    ),
+    "nan tensor epsilon": (lambda case: RMP(sgd(case), epsilon=torch.tensor(torch.nan)), "epsilon .* got nan"),
     "negative rate": (lambda case: AMP(sgd(case), epsilon=0.1, inner_lr=-1), "inner_lr .* at least 0, got -1"),
     "nan rate": (lambda case: AMP(sgd(case), epsilon=0.1, inner_lr=float("nan")), "inner_lr .* got nan"),
     "half a pass": (
@@ -113,6 +118,14 @@ CONSTRUCTORS: dict[str, tuple[Callable[[Setup], Any], str]] = {
     "bad group": (
         lambda case: AMP(SGD([{"params": case.model.parameters(), "epsilon": -2}], lr=0.1), epsilon=0.1),
         "epsilon .* got -2",
+    ),
+    "bad tensor group": (
+        lambda case: AMP(SGD([{"params": case.model.parameters(), "epsilon": torch.tensor(-2)}], lr=0.1), epsilon=0.1),
+        "epsilon .* got -2",
+    ),
+    "bad added tensor": (
+        lambda case: AMP(sgd(case), epsilon=0.1).add_param_group({"params": [], "inner_lr": torch.tensor(torch.inf)}),
+        "inner_lr .* got inf",
     ),
     "bad added group": (
         lambda case: AMP(sgd(case), epsilon=0.1).add_param_group({"params": [], "inner_lr": -3}),
@@ -192,6 +205,33 @@ def test_a_bad_value_that_came_into_a_group_later_is_named_at_the_step(key: str,
     with pytest.raises(ValueError, match=f"{key} must be a finite number of at least 0, got {value}"):
         optimizer.step(case.closure(optimizer))
     assert same(case.weights(), theta)
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("key", ["epsilon", "inner_lr"])
+def test_a_bad_value_of_a_tensor_is_named_at_the_step_even_if_it_was_changed_in_place(key: str, value: float) -> None:
+    case = setup()
+    optimizer = flatmin.AMP(sgd(case), epsilon=torch.tensor(0.1), inner_lr=torch.tensor(1.0))  # type: ignore[arg-type]
+    optimizer.step(case.closure(optimizer))
+    optimizer.param_groups[0][key].fill_(value)
+    theta = case.weights()
+    with pytest.raises(ValueError, match=f"{key} must be a finite number of at least 0, got {value}"):
+        optimizer.step(case.closure(optimizer))
+    assert same(case.weights(), theta)
+
+
+def test_a_bad_value_of_a_tensor_in_a_checkpoint_is_named_when_it_is_loaded() -> None:
+    case = setup()
+    optimizer = flatmin.AMP(sgd(case), epsilon=0.1)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["epsilon"] = torch.tensor(-0.25)
+    with pytest.raises(ValueError, match=r"epsilon must be a finite number of at least 0, got -0.25"):
+        optimizer.load_state_dict(saved)
+
+
+def test_a_tensor_without_a_value_is_not_read() -> None:
+    optimizer = AMP(sgd(setup()), epsilon=torch.tensor(0.1, device="meta"))
+    optimizer.load_state_dict(optimizer.state_dict())
 
 
 def test_a_global_ball_with_unequal_radii_names_the_group_ball() -> None:

@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import flatmin
 from flatmin.ball import norms
 from tests.support.cases import METHODS, Method, Params, Setup, run, same, setup, tensors_in
+from tests.support.host_sync import run_without_host_sync
 
 pytestmark = pytest.mark.cuda
 
@@ -52,6 +53,16 @@ def test_epsilon_zero_is_the_base_optimizer(make_cuda_base: Callable[[Params], O
     expected = run(plain, make_cuda_base(plain.model.parameters()), 4)
     torch.manual_seed(1)
     assert same(run(wrapped, flatmin.AMP(make_cuda_base(wrapped.model.parameters()), epsilon=0.0), 4), expected)
+
+
+def test_a_radius_on_the_device_is_read_where_it_is_given_but_not_in_a_step() -> None:
+    case = on_gpu()
+    base, make = SGD(case.model.parameters(), lr=0.1), cast(Any, flatmin.AMP)  # a tensor in place of a float
+    with pytest.raises(ValueError, match=r"epsilon .* at least 0, got -1"):
+        make(base, epsilon=torch.tensor(-1.0, device="cuda"))
+    optimizer = make(base, epsilon=torch.tensor(0.1, device="cuda"))
+    closure = case.closure(optimizer)
+    run_without_host_sync(lambda: optimizer.step(closure))
 
 
 @pytest.mark.parametrize("form", ["closure", "blocks"])

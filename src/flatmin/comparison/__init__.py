@@ -2,6 +2,7 @@
 
 contenders.py        what is compared
 outcome.py           the result of one run, and its file
+folder_lock.py       one comparison at a time in a folder
 held_out.py          error, NLL and ECE on held-out data, example by example
 train_contender.py   one run: a contender and a seed, with the same initial weights and batches as the others
 intervals.py         how certain a difference is, over seeds and over held-out examples

@@ -1,7 +1,8 @@
 """A model measured on held-out data: by the user's own `evaluate()`, or by error, NLL and ECE of a classifier.
 
 With held-out pairs (inputs, classes), error and NLL are known for each example, so that two runs can be compared
-example by example. With `evaluate()`, only what it returns is known.
+example by example. With `evaluate()`, only what it returns is known. A radius that is found while training is matched
+to the training loss itself, which only the closure knows: with smoothed labels, for example, the NLL is another loss.
 """
 
 import math
@@ -13,15 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flatmin import metrics
 from flatmin.comparison.verdict import PERCENT
 from flatmin.core.messages import describe
-from flatmin.core.model_state import eval_mode
+from flatmin.core.model_state import Snapshot, eval_mode, eval_mode_with_gradients
 from flatmin.core.random_state import seed_everything
 from flatmin.doctor.finding import during
 from flatmin.doctor.training import preserve_generators
 from flatmin.doctor.user_training import UserTraining
+from flatmin.optim.telemetry.step_info import loss_in, whole
+from flatmin.optim.update.grad_scaler import forget_unscaled
 
 UNNAMED = "loss"  # the name if evaluate() returns a number
 HIGHER_IS_BETTER = ("acc", "accuracy", "top1", "top5", "f1", "auc", "auroc", "r2", "bleu", "iou", "map")
@@ -63,13 +67,52 @@ def measures_before_training(training: UserTraining) -> list[str] | None:
     None with `evaluate()`, which may need a trained model.
     """
     if training.radius_data is not None:
-        _measured(training, training.radius_data)
+        loss_on_radius_data(training)
     return None if training.held_out is None else list(_measured(training, training.held_out).measures)
 
 
 def measure(training: UserTraining) -> Measured:
     """Measure the model as it is now; modes and random generators are restored."""
     return _measured(training, training.held_out)
+
+
+def loss_on_radius_data(training: UserTraining) -> float:
+    """The mean training loss on `radius_data`, as the closure computes it; the NLL if the closure takes no batch.
+
+    The model is in eval mode. Buffers, modes and random generators are restored, and gradients are dropped.
+    """
+    data = () if training.radius_data is None else training.radius_data
+    if training.batches is None:
+        return _measured(training, data).measures["nll"]
+    buffers = Snapshot(training.model)
+    buffers.take_buffers()
+    total, count = 0.0, 0
+    with preserve_generators(), eval_mode_with_gradients(training.model):
+        seed_everything(0)
+        for batch in data:
+            loss, examples = _loss_on(training, batch)
+            total, count = total + loss * examples, count + examples
+    buffers.put_back_buffers()
+    training.optimizer.zero_grad()
+    if not count:
+        raise ValueError("radius_data must have at least one example, got none; a generator can be read only once")
+    return total / count
+
+
+def _loss_on(training: UserTraining, batch: Any) -> tuple[float, int]:
+    """The closure's loss on a batch, and how many examples it is the mean of."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    own = tree_map_only(Tensor, Tensor.clone, batch)  # which the closure may change in place
+    optimizer = training.optimizer
+    with during("calling the closure on a batch of radius_data"):
+        loss = loss_in(training.closure_on(own)())
+    forget_unscaled(training.scaler, (optimizer, getattr(optimizer, "base", optimizer)))
+    if loss is None or loss.numel() != 1:
+        raise ValueError(
+            "a radius is matched to the closure's loss on radius_data, so the closure must return its loss, one "
+            f"number, got {'none' if loss is None else f'a tensor of shape {tuple(loss.shape)}'}"
+        )
+    return float(whole(loss)), len(tensors[0]) if tensors else 1
 
 
 def _measured(training: UserTraining, pairs: Iterable[Any] | None) -> Measured:

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from flatmin.comparison.contenders import Contender, contenders_for
+from flatmin.comparison.folder_lock import only_comparison_in
 from flatmin.comparison.held_out import check_can_measure, measures_before_training
 from flatmin.comparison.outcome import Outcome, read_outcome, write_whole
 from flatmin.comparison.train_contender import (
     Start,
-    batch_count,
     can_match,
     fingerprint,
     has_automatic_radius,
@@ -34,7 +35,7 @@ from flatmin.comparison.verdict import (
 )
 from flatmin.doctor import Finding, MakeTraining, examine, has_error
 from flatmin.doctor.training import preserve_generators
-from flatmin.doctor.user_training import UserTraining, call
+from flatmin.doctor.user_training import UserTraining, batch_count, call
 from flatmin.optim.radius import RadiusSchedule
 from flatmin.optim.wrapper import whole_number
 
@@ -134,23 +135,26 @@ def compare(
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes must be above 0, got {minutes!r}; leave it out to train all seeds")
     check_worth(worth)
-    with preserve_generators():
-        training = call(make_training, 0)
-        check_can_measure(training)
-        plan = _Plan(training, epochs, radii, evaluations, start)
-        device = next((p.device for p in training.model.parameters()), None)
-        settings = plan.settings(training)
-        store = _check_store(out, settings)
-        names = measures_before_training(training)
-        if names is not None and measure is not None:
-            check_measure(measure, names)
-        findings = _examine(make_training) if examined else []
-        if store is not None:
-            store.mkdir(parents=True, exist_ok=True)
-            write_whole(store / SETTINGS, json.dumps(settings, indent=1))
-        del training  # a model may fill half of a device
-    run = _Run(make_training, plan, store, progress, measure, None if minutes is None else 60 * minutes)
-    run.seeds(range(seeds))
+    with ExitStack() as held:
+        with preserve_generators():
+            training = call(make_training, 0)
+            check_can_measure(training)
+            plan = _Plan(training, epochs, radii, evaluations, start)
+            device = next((p.device for p in training.model.parameters()), None)
+            settings = plan.settings(training)
+            store = _check_store(out, settings)
+            names = measures_before_training(training)
+            if names is not None and measure is not None:
+                check_measure(measure, names)
+            findings = _examine(make_training) if examined else []
+            if store is not None:
+                store.mkdir(parents=True, exist_ok=True)
+                held.enter_context(only_comparison_in(store))
+                _check_store(out, settings)  # again: another process may have begun one since
+                write_whole(store / SETTINGS, json.dumps(settings, indent=1))
+            del training  # a model may fill half of a device
+        run = _Run(make_training, plan, store, progress, measure, None if minutes is None else 60 * minutes)
+        run.seeds(range(seeds))
     verdict = judge(plan.contenders, run.outcomes, measure=measure, worth=worth)
     return Comparison(plan.contenders, run.outcomes, verdict, findings, run.stopped, device)
 

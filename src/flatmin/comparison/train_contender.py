@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 
 from flatmin.comparison.contenders import AUTO, PASSES, Contender
-from flatmin.comparison.held_out import Measured, measure, measure_pairs
+from flatmin.comparison.held_out import Measured, loss_on_radius_data, measure
 from flatmin.comparison.outcome import Outcome
 from flatmin.core.messages import describe
-from flatmin.core.model_state import eval_mode
 from flatmin.core.random_state import HostRandom, random_state, seed_everything, set_random_state
 from flatmin.core.tensors import plain
 from flatmin.doctor.finding import during
 from flatmin.doctor.training import preserve_generators
-from flatmin.doctor.user_training import MakeTraining, UserTraining, call
+from flatmin.doctor.user_training import MakeTraining, UserTraining, batch_count, call
 from flatmin.optim.amp import AMP
 from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.optim.radius import FIRST_RADIUS, MatchedRadius, RadiusScheduler, matched_until, radii_of, scale_radii
@@ -148,14 +147,6 @@ def _summed_weights(training: UserTraining) -> bytes:
     state = {name: value for name, value in training.model.state_dict().items() if isinstance(value, Tensor)}
     totals = {name: plain(value).cpu().double().sum().item() for name, value in state.items()}
     return "".join(f"{name} {tuple(value.shape)} {totals[name]:.9g}" for name, value in state.items()).encode()
-
-
-def batch_count(batches: object) -> int | None:
-    """None if it is not known: a DataLoader of an IterableDataset has a `__len__` that raises."""
-    try:
-        return len(batches)  # type: ignore[arg-type]
-    except TypeError:
-        return None
 
 
 class _Stream:
@@ -284,11 +275,8 @@ class _Loop:
         return due
 
     def _match(self) -> None:
-        with preserve_generators(), torch.no_grad(), eval_mode(self.training.model):
-            data = self.training.radius_data
-            loss = measure_pairs(self.training.model, () if data is None else data).measures["nll"]
         if self._radius is not None:
-            self._radius.step(loss)
+            self._radius.step(loss_on_radius_data(self.training))
 
     def _mean_loss(self) -> float:
         """The mean loss of the steps since the last call."""

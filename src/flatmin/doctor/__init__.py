@@ -35,6 +35,7 @@ from flatmin.doctor.check_gradients import (
     observe_on_top,
 )
 from flatmin.doctor.check_radius import check_ascent, check_ball, check_epsilon, first_guess
+from flatmin.doctor.check_schedule import check_schedule
 from flatmin.doctor.closure_call import observe, settle_scale
 from flatmin.doctor.finding import Crash, Finding, Verdict, during, has_error, own_lines
 from flatmin.doctor.training import (
@@ -93,7 +94,7 @@ def _stages(make_training: MakeTraining) -> Iterator[list[Finding]]:
     """Stage by stage, each relying on what the earlier ones have shown."""
     training, another = new_training(make_training), new_training(make_training)
     keeps_weights = keeps_trained_weights(make_training, training, another)
-    yield [check_make_training(training, another, keeps_weights=keeps_weights)]
+    yield [check_make_training(training, another, keeps_weights=keeps_weights), *check_schedule(training)]
     if has_several_ranks():
         finding = check_ranks.check_settings(check_ranks.all_gather(check_ranks.settings(training)))
         if finding.verdict != "ok":

@@ -22,7 +22,7 @@ from flatmin.core.random_state import HostRandom, random_state, set_random_state
 from flatmin.core.tensors import plain
 from flatmin.doctor.closure_variables import networks
 from flatmin.doctor.finding import Finding, during
-from flatmin.doctor.user_training import MakeTraining, call
+from flatmin.doctor.user_training import MakeTraining, UserTraining, call
 from flatmin.optim.amp import AMP
 from flatmin.optim.perturbed import PerturbedOptimizer
 from flatmin.optim.radius import radii_of, scale_radii
@@ -41,6 +41,7 @@ class Training:
     optimizer: PerturbedOptimizer
     closure: Callable[[], Any]
     scaler: GradScaler | None
+    made: UserTraining  # all that make_training returned
     was_plain: bool
     starts_late: bool
 
@@ -135,7 +136,7 @@ def new_training(make_training: MakeTraining) -> Training:
     if starts_late:  # make_training may have dropped its scheduler
         scale_radii(wrapped, wrapped.scheduled_radii, 1.0)
     in_use = scaler if scaler is not None and scaler.is_enabled() else None
-    return Training(model, wrapped, closure, in_use, was_plain=was_plain, starts_late=starts_late)
+    return Training(model, wrapped, closure, in_use, made, was_plain=was_plain, starts_late=starts_late)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ class UserTraining:
 
     evaluate            a function without arguments that returns a number, or numbers by name: lower is better
     scheduler_per_step  a scheduler whose step() is called after each step
-    radius_data         other pairs like those in held_out, on which a radius is found while training
+    radius_data         batches like those in batches, of other data, whose loss a radius is matched to while training
     """
 
     model: nn.Module
@@ -68,9 +68,9 @@ class UserTraining:
                     batch = next(batches)
                 except StopIteration:
                     return
-            yield self._on(batch)
+            yield self.closure_on(batch)
 
-    def _on(self, batch: Any) -> Callable[[], Any]:
+    def closure_on(self, batch: Any) -> Callable[[], Any]:
         closure = self.closure
         return (lambda: closure(*batch)) if isinstance(batch, tuple | list) else (lambda: closure(batch))
 
@@ -85,6 +85,14 @@ def call(make_training: MakeTraining, seed: int) -> UserTraining:
     with during("make_training()"):
         made = make_training()
     return _read(made)
+
+
+def batch_count(batches: object) -> int | None:
+    """None if it is not known: a DataLoader of an IterableDataset has a `__len__` that raises."""
+    try:
+        return len(batches)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def _read(made: object) -> UserTraining:

@@ -8,6 +8,7 @@ AMP with epsilon="auto" that the user made is adjusted too, if the loss is repor
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from flatmin.core import distributed
 from flatmin.optim import AMP, RMP
 from flatmin.optim.radius import AUTO, MatchedRadius, RadiusSchedule
 
@@ -33,6 +34,18 @@ def check_epsilon(
 def matched_radius(optimizer: object) -> MatchedRadius | None:
     """What adjusts the ε of this optimizer, if it is automatic."""
     return optimizer.radius if isinstance(optimizer, AMP) and optimizer.has_automatic_radius else None
+
+
+def check_loss_on_ranks(radius: MatchedRadius, monitor: str, *, is_there: bool) -> None:
+    """Raises on every rank if only some of them have a loss to match ε with: these would wait for the others."""
+    if not distributed.has_several_ranks():
+        return
+    distributed.check_same(
+        {"monitored loss": f"a new {monitor!r}" if is_there else f"no new {monitor!r}"},
+        distributed.all_ranks(),
+        device=radius.optimizer.devices()[0],
+        way_out="log it on every rank, with sync_dist=True in place of rank_zero_only=True",
+    )
 
 
 def unadjusted(monitor: str, way_out: str) -> str:

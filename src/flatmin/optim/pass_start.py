@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import copyreg
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from flatmin.core.model_state import Snapshot
 from flatmin.core.random_state import HostWatch
 
 MAX_CALLS = 1000  # of the model, whose random states are kept: a loop that never steps must not fill the memory
+_in_place = Counter[type[nn.Module]]()  # how many hooks the models of a class have
 
 
 class PassStart:
@@ -94,10 +96,11 @@ class ForwardHook:
     def __init__(self, model: nn.Module, begins: Callable[[], None]) -> None:
         """`begins` is a method, whose object may be deleted."""
         self._begins = weakref.WeakMethod(begins)
-        self._handle = model.register_forward_pre_hook(self)
-        if type(model) not in copyreg.dispatch_table:
-            copyreg.pickle(type(model), _reduce_without_hooks)
-        weakref.finalize(begins.__self__, self._handle.remove)  # type: ignore[attr-defined]
+        handle, kind = model.register_forward_pre_hook(self), type(model)
+        _in_place[kind] += 1
+        if kind not in copyreg.dispatch_table:
+            copyreg.pickle(kind, _reduce_without_hooks)
+        self._end = weakref.finalize(begins.__self__, _end_hook, handle, kind)  # type: ignore[attr-defined]
 
     def __call__(self, model: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _in_backward_pass():
@@ -107,11 +110,22 @@ class ForwardHook:
             begins()
 
     def remove(self) -> None:
-        self._handle.remove()
+        self._end()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For models that reduce themselves: a method of an empty dict, which returns the inputs as they are."""
         return getattr, ({}, "get")
+
+
+def _end_hook(handle: RemovableHandle, kind: type[nn.Module]) -> None:
+    """Without a hook a model needs no reducer: one that stayed would keep a class made in a function alive forever."""
+    handle.remove()
+    _in_place[kind] -= 1
+    if _in_place[kind]:
+        return
+    del _in_place[kind]
+    if copyreg.dispatch_table.get(kind) is _reduce_without_hooks:
+        del copyreg.dispatch_table[kind]
 
 
 def _in_backward_pass() -> bool:

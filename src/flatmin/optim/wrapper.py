@@ -7,6 +7,7 @@ hyper-parameters (ε, ζ) are in the groups beside lr and weight decay, where sc
 them and each group may have its own.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from inspect import Parameter, signature
@@ -21,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from flatmin.ball import BALLS, NORMS, Ball, Norm
 from flatmin.core.messages import describe
+from flatmin.core.tensors import ORDINARY_TYPES
 
 Group = dict[str, Any]
 Wrapper = TypeVar("Wrapper", bound="OptimizerWrapper")  # Self needs Python 3.11
@@ -49,12 +51,21 @@ class OptimizerWrapper(Optimizer):
         _check_base(base, type(self).__name__, hyperparameters)
         _check_settings(base, **settings)
         for values in (hyperparameters, *base.param_groups):
-            check_hyperparameters(base, {key: values[key] for key in hyperparameters if key in values})
+            check_hyperparameters(base, {key: values[key] for key in hyperparameters if key in values}, waits=True)
         for key, value in ((key, _plain_number(value)) for key, value in hyperparameters.items()):
             earlier = base.defaults.get(key)  # set by an earlier wrapper: not a group's own value
             base.defaults[key] = value
             for group in base.param_groups:
                 group[key] = value if group.get(key, earlier) == earlier else _plain_number(group[key])
+            if earlier is not None and all(group[key] != value for group in base.param_groups):
+                found = ", ".join(str(group[key]) for group in base.param_groups)
+                warnings.warn(
+                    f"{key}={value} changes nothing: all groups of this {type(base).__name__}, which was wrapped "
+                    f"before, keep their own ({found}), perhaps a scheduler's; to change it, set group[{key!r}] = "
+                    f"{value} for each group in optimizer.param_groups",
+                    RuntimeWarning,
+                    stacklevel=4,  # where AMP(…) is written
+                )
         self._initialise({"base": base, **settings})
 
     def _initialise(self, attributes: Mapping[str, Any]) -> None:
@@ -158,10 +169,12 @@ class OptimizerWrapper(Optimizer):
         for group, known in zip(self.param_groups, before, strict=True):
             for key, value in known.items():
                 group.setdefault(key, value)
+            check_hyperparameters(self.base, {key: group[key] for key in known}, waits=True)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; one without an ε gets the constructor's, or the current one if that changes over time."""
-        check_hyperparameters(self.base, {key: param_group[key] for key in self._hyperparameters if key in param_group})
+        given = {key: param_group[key] for key in self._hyperparameters if key in param_group}
+        check_hyperparameters(self.base, given, waits=True)
         has_radius = "epsilon" in param_group
         for key in self._hyperparameters:
             if key in param_group:
@@ -248,14 +261,16 @@ def whole_number(name: str, value: object, *, least: int = 0) -> int:
     return number
 
 
-def check_hyperparameters(base: Optimizer, values: Mapping[str, object]) -> None:
-    for name, value in values.items():
-        if isinstance(value, Tensor):  # in a captured step: not read, because the host would wait for the device
-            if value.dim():
-                raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
+def check_hyperparameters(base: Optimizer, values: Mapping[str, Any], *, waits: bool = False) -> None:
+    """`waits`: may the host wait for a GPU, to read a tensor there? Not in a step."""
+    for name, given in values.items():
+        if isinstance(given, Tensor) and given.dim():
+            raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(given.shape)}")
+        if isinstance(given, Tensor) and not _is_readable(given, waits=waits):
             continue
+        value = given.item() if isinstance(given, Tensor) else given
         is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if not (is_number and 0 <= float(value) < float("inf")):  # type: ignore[arg-type]
+        if not (is_number and 0 <= float(value) < float("inf")):
             is_text = name == "epsilon" and isinstance(value, str)
             way_out = (
                 '; an automatic radius is that of a whole flatmin.AMP: AMP(base, epsilon="auto")' if is_text else ""
@@ -271,6 +286,11 @@ def check_hyperparameters(base: Optimizer, values: Mapping[str, object]) -> None
             f"{type(base).__name__} with overlap_with_ddp=True steps within every backward pass and cannot be "
             f"perturbed, got epsilon={values['epsilon']}; leave out overlap_with_ddp, or use epsilon=0"
         )
+
+
+def _is_readable(number: Tensor, *, waits: bool) -> bool:
+    has_value = type(number) in ORDINARY_TYPES and not number.is_meta
+    return has_value and (waits or number.is_cpu)
 
 
 def evaluates_closure(base: Optimizer) -> bool:

@@ -56,8 +56,8 @@ def score_logits(logits: Tensor, labels: Tensor) -> dict[str, float | None]:
     """
     answered = metrics.has_probabilities(logits)
     if not bool(answered.all()):
-        right = (logits.argmax(dim=1) == labels) & answered
-        return {**dict.fromkeys(MEASURES), "error": 1 - right.float().mean().item()}
+        wrong = (logits.argmax(dim=1) != labels) | ~answered
+        return {**dict.fromkeys(MEASURES), "error": (wrong.sum().float() / len(labels)).item()}
     return {name: number(measure(logits, labels)) for name, measure in MEASURES.items()}
 
 

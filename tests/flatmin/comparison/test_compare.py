@@ -1,5 +1,6 @@
 """`flatmin.compare` on the user's own training: the same start, the same batches, nothing of the user's is touched."""
 
+import copy
 import json
 import math
 import random
@@ -18,7 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import flatmin
 from flatmin.comparison import LONGER, PLAIN, Comparison, Outcome, Progress, read_outcome
+from flatmin.comparison.held_out import loss_on_radius_data
 from flatmin.doctor import Crash, examine
+from flatmin.doctor.user_training import call
 
 RANDOM = torch.Generator().manual_seed(0)
 X, CENTRES = torch.randn(96, 6, generator=RANDOM), torch.randn(3, 6, generator=RANDOM)
@@ -177,6 +180,63 @@ def test_a_radius_is_found_where_there_is_data_for_it() -> None:
     assert compare(own).contenders[-1].name == "AMP, ε found while training"
 
 
+def smoothed(made: dict[str, Any]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Another loss than the NLL. It brings the model into training mode, as a loop may, and uses up its batch."""
+
+    def closure(x: Tensor, y: Tensor) -> Tensor:
+        made["optimizer"].zero_grad()
+        loss = cross_entropy(made["model"](x), y, label_smoothing=0.2)
+        loss.backward()
+        x.zero_()
+        return loss
+
+    return closure
+
+
+def test_a_radius_is_matched_to_the_training_loss_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[float, float]] = []
+    x, y = X[64:84], Y[64:84]
+    own = Own(closure=smoothed, radius_data=[(x[:16], y[:16]), (x[16:], y[16:])], held_out=[(X[84:], Y[84:])])
+
+    def step(radius: flatmin.MatchedRadius, loss: float) -> float:
+        model = own.models[-1].eval()
+        with torch.no_grad():
+            found.append((loss, float(cross_entropy(model(x), y, label_smoothing=0.2))))
+        model.train()
+        return 1.0
+
+    monkeypatch.setattr(flatmin.MatchedRadius, "step", step)
+    compare(own)
+    assert len(found) == 1  # in 0.6 of three epochs
+    assert found[0][0] == pytest.approx(found[0][1])
+
+
+def test_the_loss_on_radius_data_leaves_no_trace() -> None:
+    norm = nn.BatchNorm1d(6, affine=False)
+    own = Own(
+        model=lambda made: made["model"].insert(0, norm),
+        closure=lambda made: lambda x, y: (made["model"].train(), smoothed(made)(x, y))[1],
+        radius_data=[(X[64:80], Y[64:80])],
+    )
+    training = call(own, 0)
+    before = copy.deepcopy(training.model.state_dict()), torch.get_rng_state()
+    losses = [loss_on_radius_data(training) for _ in range(2)]
+    assert losses[0] == losses[1]  # dropout too
+    after = training.model.state_dict(), torch.get_rng_state()
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert all(param.grad is None for param in training.model.parameters())
+    assert training.model.training
+
+
+def test_without_batches_a_radius_is_matched_to_the_nll() -> None:
+    """The closure, which has a batch of its own, takes no other."""
+    own = Own(batches=None, radius_data=[(X[64:80], Y[64:80])])
+    training = call(own, 0)
+    with torch.no_grad():
+        logits = training.model.eval()(X[64:80])
+    assert loss_on_radius_data(training) == pytest.approx(float(cross_entropy(logits, Y[64:80])))
+
+
 def test_held_out_pairs_give_error_nll_and_ece() -> None:
     own = Own()
     outcome = by_key(compare(own))[PLAIN]
@@ -259,6 +319,21 @@ def test_another_comparison_is_not_mixed_in(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not empty and holds no comparison"):
         compare(Own(), out=tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_of_two_comparisons_at_once_in_a_folder_the_second_is_refused(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def begin_another(progress: Progress) -> None:
+        if progress.outcome is None:
+            with pytest.raises(BlockingIOError) as error:
+                compare(Own(), out=tmp_path)
+            refused.append(str(error.value))
+
+    first = compare(Own(), out=tmp_path, progress=begin_another)
+    rule = f"another process is comparing in {tmp_path}; wait for it to end, or choose another folder"
+    assert refused == [rule] * len(first.outcomes)
+    assert compare(Own(), out=tmp_path).outcomes == first.outcomes  # afterwards the folder is free
 
 
 def test_seeds_that_do_not_fit_into_the_time_are_left_out() -> None:
@@ -372,6 +447,13 @@ def test_the_table_has_a_line_for_each() -> None:
     assert lines[-1].startswith(("Yes", "No", "Cannot tell"))
 
 
+def silent(made: dict[str, Any]) -> Callable[[Tensor, Tensor], None]:
+    def closure(x: Tensor, y: Tensor) -> None:
+        cross_entropy(made["model"](x), y).backward()
+
+    return closure
+
+
 UNKNOWN_CLASS = Y[64:].where(torch.arange(32) != 5, 3)
 
 
@@ -382,14 +464,16 @@ UNKNOWN_CLASS = Y[64:].where(torch.arange(32) != 5, 3)
         ({"held_out": [(X[64:], UNKNOWN_CLASS)]}, {}, "labels must be from 0 to 2 for 3 classes, got 3 in row 5"),
         ({"held_out": [(X[64:], UNKNOWN_CLASS - 4)]}, {}, "labels must be from 0 to 2 for 3 classes, got -"),
         ({"held_out": [(X[64:], Y[64:, None])]}, {}, r"int64 of shape \(32, 1\); give evaluate"),
-        ({"radius_data": [(X[64:], Y[64:].float())]}, {}, "torch.float32 of shape"),
+        ({"radius_data": []}, {}, "radius_data must have at least one example, got none"),
+        ({"radius_data": [(X[64:], Y[64:])], "closure": silent}, {}, "the closure must return its loss, .* got none"),
+        ({"radius_data": [(X[64:],)]}, {}, "calling the closure on a batch of radius_data"),
     ],
 )
 def test_what_cannot_be_measured_is_named_before_anything_is_trained(
     changes: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     own = Own(**changes)
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises((TypeError, ValueError, Crash), match=message):
         compare(own, **settings)
     assert len(own.models) == 1  # it is only looked at
 

@@ -34,7 +34,7 @@ def named(findings: list[Finding], name: str) -> Finding:
 def test_the_page_explains_every_finding() -> None:
     page = (ROOT / "docs" / "doctor.md").read_text()
     explained = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")][1:]
-    assert explained == [NAMES[0], "ranks", *NAMES[1:]]
+    assert explained == [NAMES[0], "schedule", "ranks", *NAMES[1:]]
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -259,3 +259,54 @@ def test_of_a_late_start_the_groups_that_are_not_perturbed_stay_so() -> None:
     assert [group["epsilon"] for group in found.optimizer.param_groups] == [0.1, 0.0]
     assert found.starts_late
     assert not new_training(partial(parts, late=False)).starts_late
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "place", "verdict", "text"),
+    [
+        (40, "scheduler_per_step", "ok", "after each step, and counts 40 calls"),
+        (10, "scheduler", "ok", "after each epoch, and counts 10 calls"),
+        (
+            40,
+            "scheduler",
+            "warning",
+            "after each epoch, 10 times, but its total_steps is 40 return it as scheduler_per",
+        ),
+        (
+            10,
+            "scheduler_per_step",
+            "warning",
+            "after each step, 40 times, but its total_steps is 10 return it as sched",
+        ),
+        (30, "scheduler_per_step", "warning", "give it total_steps=40"),
+        (30, "chained", "warning", "give it total_steps=40"),
+        (40, "", "cannot tell", "does not say who calls its step()"),
+    ],
+)
+def test_a_schedule_that_is_not_called_as_often_as_it_counts_is_found(
+    total_steps: int, place: str, verdict: str, text: str
+) -> None:
+    def make_training() -> dict[str, Any]:
+        model, optimizer, closure = make()
+        scheduler: Any = RadiusScheduler(optimizer, total_steps, start=0.5)
+        made = {"model": model, "optimizer": optimizer, "closure": lambda _: closure(), "batches": [(None,)] * 4}
+        if place == "chained":
+            rate = torch.optim.lr_scheduler.ConstantLR(optimizer)
+            parts = {"scheduler_per_step": torch.optim.lr_scheduler.ChainedScheduler([rate, scheduler], optimizer)}
+        else:
+            parts = {place: scheduler} if place else {}
+        return {**made, **parts, "epochs": 10}
+
+    (finding,) = (finding for finding in examine(make_training) if finding.name == "schedule")
+    assert finding.verdict == verdict
+    assert text in f"{finding.seen} {finding.change}"
+    assert bool(finding.change) == (verdict != "ok")
+
+
+def test_a_radius_that_does_not_change_has_no_schedule_to_check() -> None:
+    def make_training() -> Any:
+        model, optimizer, closure = make()
+        scheduler = RadiusScheduler(optimizer, 40, start=0.0)
+        return {"model": model, "optimizer": optimizer, "closure": closure, "scheduler": scheduler, "epochs": 3}
+
+    assert [finding.name for finding in examine(make_training)] == NAMES

@@ -186,6 +186,13 @@ def test_error_nll_and_brier_are_their_definitions_in_float64() -> None:
     )
 
 
+@pytest.mark.parametrize("wrong", [0, 1, 513, 3999, 10_000])
+def test_the_error_is_the_number_of_wrong_predictions_over_that_of_all_to_the_last_bit(wrong: int) -> None:
+    logits = torch.tensor([[1.0, 0.0]]).expand(10_000, 2)
+    labels = (torch.arange(10_000) < wrong).long()
+    assert metrics.error(logits, labels).item() == torch.tensor(wrong / 10_000, dtype=torch.float32).item()
+
+
 def test_half_precision_logits_are_measured_in_float32() -> None:
     logits, labels = predictions(100, 3, 2)
     rough = logits.bfloat16()

@@ -1,8 +1,10 @@
 """In blocks, the dropout masks are those of the clean pass, in whatever order a loop calls things."""
 
 import copy
+import copyreg
 import gc
 import io
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -293,6 +295,35 @@ def test_copies_and_files_of_the_model_do_not_know_the_optimizer() -> None:
         assert start is not None
         assert start.known is None  # no forward pass of a step has begun
     assert len(loop.model._forward_pre_hooks) == 2
+
+
+def watched(model: nn.Module) -> flatmin.AMP:
+    return flatmin.AMP(torch.optim.SGD(model.parameters(), lr=0.1), epsilon=0.1, model=model)
+
+
+def test_a_class_is_free_to_go_with_its_last_watched_model() -> None:
+    class Net(nn.Linear):
+        """Made in a function, as in notebooks and factories of models."""
+
+    one, other = watched(Net(2, 2)), watched(model := Net(2, 2))
+    del one
+    gc.collect()
+    assert not copy.deepcopy(model)._forward_pre_hooks  # it is still watched
+    kind = weakref.ref(Net)
+    del other, model, Net
+    gc.collect()
+    assert kind() is None
+
+
+def test_a_reducer_that_is_not_flatmins_stays() -> None:
+    class Net(nn.Linear):
+        pass
+
+    optimizer = watched(Net(2, 2))
+    copyreg.pickle(Net, own := lambda model: (Net, (2, 2)))
+    del optimizer
+    gc.collect()
+    assert copyreg.dispatch_table.pop(Net) is own
 
 
 def test_a_model_that_reduces_itself_can_be_saved_too() -> None:

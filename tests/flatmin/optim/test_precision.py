@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 import flatmin
+from flatmin.ball import Ball
 from flatmin_lab.data import load
 from flatmin_lab.data.normalise import Normalisation
 from tests.support.cases import same
@@ -127,3 +128,18 @@ def test_on_a_gpu_too(trained: nn.Module, digits: tuple[Tensor, Tensor], precisi
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
     assert off(rounded, exact) < tolerance
+
+
+@pytest.mark.parametrize("ball", ["global", "tensor"])
+def test_a_gradient_whose_squares_underflow_is_followed_all_the_same(ball: Ball) -> None:
+    """Δ = ζ∇J lies inside the ball; only the norms that are reported are 0, as torch's own would be."""
+    weight = nn.Parameter(torch.tensor([3e-25, 4e-25]))
+    optimizer = flatmin.AMP(SGD([weight], lr=0.5), epsilon=0.1, ball=ball)
+    weight.grad = weight.detach().clone()
+    with optimizer.perturbed():
+        assert torch.equal(weight, torch.tensor([6e-25, 8e-25]))
+        weight.grad = weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(weight, torch.zeros(2))
+    assert optimizer.last.grad_norm == nn.utils.get_total_norm([torch.tensor([3e-25, 4e-25])]) == 0
+    assert not optimizer.last.skipped

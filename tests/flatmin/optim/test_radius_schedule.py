@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -308,6 +309,25 @@ def test_steps_of_an_epoch_between_two_calls_are_named_unless_it_counts_epochs()
     again.step()
 
 
+@pytest.mark.parametrize("why_not", ["", "seldom called", "too few steps", "nothing changes", "replaced"])
+def test_a_schedule_that_is_never_stepped_is_told_at_its_end(why_not: str) -> None:
+    """Fewer than 1000 steps may be the first of as many epochs."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = flatmin.AMP(torch.optim.SGD([weight], lr=0.0), epsilon=0.1)
+    total_steps = 999 if why_not == "too few steps" else 1000
+    every = 1 if why_not == "nothing changes" else 2
+    scheduler = flatmin.RadiusScheduler(optimizer, total_steps, start=0.0, every=every)
+    later = flatmin.RadiusScheduler(optimizer, 2000) if why_not == "replaced" else None
+    for n in range(total_steps - 1):
+        optimizer.step(lambda: _backward(weight))
+        if n == 500 and why_not == "seldom called":
+            scheduler.step()
+    with nullcontext() if why_not else pytest.warns(RuntimeWarning, match=r"1000 steps.*step\(\) was never called"):
+        optimizer.step(lambda: _backward(weight))
+    optimizer.step(lambda: _backward(weight))  # it is told once
+    assert later is None or later.last_epoch == 0
+
+
 def _backward(weight: Tensor) -> Tensor:
     weight.grad = None
     loss = weight.square().sum()
@@ -345,6 +365,12 @@ def test_wrong_settings_name_the_rule(settings: dict[str, Any], error: type[Exce
 def test_a_plain_optimizer_has_no_radius() -> None:
     with pytest.raises(TypeError, match=r"got .*SGD.*write\n? ?RadiusScheduler\(flatmin.AMP"):
         flatmin.RadiusScheduler(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), 4)
+
+
+def test_the_base_of_a_wrapper_is_refused_though_it_has_the_radius_in_its_groups() -> None:
+    optimizer = flatmin.AMP(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), epsilon=0.1)
+    with pytest.raises(TypeError, match=r"got .*SGD.*with the AMP itself and not its base"):
+        flatmin.RadiusScheduler(optimizer.base, 4)
 
 
 def test_a_share_is_that_of_the_step_alone() -> None:

@@ -283,3 +283,22 @@ def test_numbers_of_numpy_are_saved_as_plain_ones() -> None:
     groups = torch.load(file, weights_only=True)["param_groups"]
     assert [group["epsilon"] for group in groups] == [0.1, 0.5, 0.3]
     assert {group["inner_lr"] for group in groups} == {2}
+
+
+def test_a_second_wrapper_replaces_the_first_ones_radius_but_not_that_of_a_group() -> None:
+    split: list[dict[str, Any]] = [{"params": [nn.Parameter(torch.ones(2))]}]
+    split += [{"params": [nn.Parameter(torch.ones(2))], "epsilon": 0.0}]
+    first = flatmin.AMP(SGD(split, lr=0.1), epsilon=0.1)
+    second = flatmin.AMP(first.base, epsilon=0.05)
+    assert [group["epsilon"] for group in second.param_groups] == [0.05, 0.0]
+
+
+def test_a_radius_that_no_group_takes_because_a_scheduler_has_moved_theirs_is_named() -> None:
+    first = flatmin.AMP(SGD([nn.Parameter(torch.ones(2))], lr=0.1), epsilon=0.1)
+    flatmin.RadiusScheduler(first, 10, start=0.5)  # not reached yet: ε is 0
+    with pytest.warns(
+        RuntimeWarning, match=r"epsilon=0.05 changes nothing: .* of this SGD, .* their own \(0.0\)"
+    ) as seen:
+        second = flatmin.AMP(first.base, epsilon=0.05)
+    assert seen[0].filename == __file__
+    assert not second.perturbs

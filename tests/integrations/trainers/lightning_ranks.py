@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
+import flatmin
 from flatmin.integrations.lightning import FlatMinima
 from tests import ROOT
 from tests.integrations.ranks.overflow import whole
@@ -138,6 +139,29 @@ def resume(folder: Path) -> None:
     train_sharded(folder / "second", code=again, max_epochs=2)
 
 
+class LoggedOnOne(Net):
+    """Its validation loss is logged on rank 0 alone."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        if self.trainer.is_global_zero:
+            self.log("val_loss", self.loss(batch), rank_zero_only=True)
+
+    def configure_optimizers(self) -> Any:
+        base = super().configure_optimizers()
+        return base if self.kind == "callback" else flatmin.AMP(base, epsilon="auto", model=self)
+
+
+def match_on_one(folder: Path) -> None:
+    """What each rank is told: with an automatic radius of the callback, and with one of the module."""
+    for kind in ("callback", "module"):
+        callback = FlatMinima(epsilon="auto") if kind == "callback" else FlatMinima()
+        trainer = quiet_trainer(folder, devices=2, strategy="ddp", num_sanity_val_steps=0, callbacks=[callback])
+        try:
+            trainer.fit(LoggedOnOne(kind), batches(ranks=2), batches(ranks=2))
+        except ValueError as error:
+            (folder / f"{kind}-{trainer.global_rank}.txt").write_text(str(error))
+
+
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -145,5 +169,7 @@ if __name__ == "__main__":
         folder = Path(sys.argv[1]) / kind
         if kind == "resumed":
             resume(folder)
+        elif kind == "logged on one":
+            match_on_one(folder)
         else:
             train(folder, kind, ranks=2)

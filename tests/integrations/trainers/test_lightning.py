@@ -1010,7 +1010,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train_in_two_processes(folder: Path, port: int) -> None:
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     shared |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
-    program = [sys.executable, "-m", "tests.integrations.trainers.lightning_ranks", str(folder), *KINDS, "resumed"]
+    program = [sys.executable, "-m", "tests.integrations.trainers.lightning_ranks", str(folder)]
+    program += [*KINDS, "resumed", "logged on one"]
     processes = []
     for rank in ("0", "1"):
         environment = {**os.environ, **shared, "PYTHONPATH": PYTHONPATH, "RANK": rank, "LOCAL_RANK": rank}
@@ -1050,6 +1051,13 @@ def test_a_sharded_training_resumes_bit_for_bit_and_loading_runs_no_hooks(ranks:
     )
     assert (through["steps"], resumed["steps"], resumed["hooks"]) == (8, 8, 4)
     assert same(resumed["after_batches"][-1], through["after_batches"][-1])
+
+
+@pytest.mark.parametrize("kind", ["callback", "module"])
+def test_a_validation_loss_on_one_of_two_ranks_is_an_error_on_both(ranks: Path, kind: str) -> None:
+    first, second = ((ranks / "logged on one" / f"{kind}-{rank}.txt").read_text() for rank in (0, 1))
+    assert first == second
+    assert "got a new 'val_loss' on rank 0 and no new 'val_loss' on rank 1; log it on every rank" in first
 
 
 # ---- the door

@@ -65,12 +65,13 @@ class MatchedRadius:
         optimizer = flatmin.AMP(base, epsilon=0.5, model=model)
         radius = flatmin.MatchedRadius(optimizer)
 
-    Call `step` with the mean loss on data that are not trained on, once per epoch or more often. A few hundred examples
-    are enough. They must be like the training data (with as many wrong labels, if there are any), and the model must be
-    in eval mode. On several ranks that train one model, all call it, and the losses are averaged; save its state right
-    after a call, or on every rank. If the optimizer does not know which ranks do (it has no `model` that is a
-    DistributedDataParallel), all ranks of the job compare their weights in the first call after a step: with equal
-    weights they train one model, with different ones each its own, and if only some are equal, it is an error.
+    Call `step` with the mean loss on data that are not trained on, once per epoch or more often: the loss that training
+    minimises, with the same label smoothing, if any. A few hundred examples are enough. They must be like the training
+    data (with as many wrong labels, if there are any), and the model must be in eval mode. On several ranks that train
+    one model, all call it, and the losses are averaged; save its state right after a call, or on every rank. If the
+    optimizer does not know which ranks do (it has no `model` that is a DistributedDataParallel), all ranks of the job
+    compare their weights in the first call after a step: with equal weights they train one model, with different ones
+    each its own, and if only some are equal, it is an error.
 
     If a `RadiusScheduler` sets the ε of the same optimizer (of several, the last that was made), it applies its shares
     to the radius found here. Its growth must be "constant": this radius grows by itself.

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
-from weakref import finalize
+from weakref import finalize, ref
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -118,7 +118,12 @@ class _Counts:
 
     taken: int = 0  # since the last call
     before: int = 0  # between the two calls before
+    was_called: bool = False
     has_warned: bool = False
+
+    def shows_no_calls(self, total_steps: int) -> bool:
+        """At a step: were all steps taken without a call? Fewer than MIN_STEPS may be the first of as many epochs."""
+        return not self.was_called and self.taken == total_steps >= MIN_STEPS
 
     def shows_epochs(self, total_steps: int) -> bool:
         """At a call: are calls epochs, and total_steps the steps of all of them? Said once, and only where it is sure.
@@ -170,13 +175,14 @@ class RadiusScheduler(LRScheduler):
         growth: Growth = "constant",
         every: int = 1,
     ) -> None:
-        groups = getattr(optimizer, "param_groups", None)
-        if not isinstance(groups, list) or not all("epsilon" in group for group in groups):
+        self.optimizer = optimizer
+        if self.wrapper is None:  # the groups of a wrapper's base have an epsilon too, but it does not know the wrapper
             raise TypeError(
                 f"RadiusScheduler changes the epsilon of a flatmin.AMP or flatmin.RMP, got {describe(optimizer)}; "
-                "write RadiusScheduler(flatmin.AMP(optimizer, epsilon=0.1), total_steps)"
+                "write RadiusScheduler(flatmin.AMP(optimizer, epsilon=0.1), total_steps), with the AMP itself and not "
+                "its base"
             )
-        self.optimizer, self.total_steps = optimizer, whole_number("total_steps", total_steps, least=1)
+        self.total_steps = whole_number("total_steps", total_steps, least=1)
         self.schedule = RadiusSchedule(start=start, growth=growth, every=every)
         self.radii = radii_of(optimizer)
         self._check_growth(growth)
@@ -252,6 +258,7 @@ class RadiusScheduler(LRScheduler):
     def step(self, epoch: int | None = None) -> None:
         """Call it after `optimizer.step()`: sets the radius of the next step, or of step number `epoch`."""
         self._calls = self._calls + 1 if epoch is None else whole_number("epoch", epoch)
+        self._counts.was_called = True
         if epoch is None and self._counts.shows_epochs(self.total_steps):
             taken = self._counts.before
             warnings.warn(
@@ -264,12 +271,25 @@ class RadiusScheduler(LRScheduler):
         self._set()
 
     def _count_steps(self, optimizer: OptimizerWrapper) -> None:
-        counts = self._counts
+        me = ref(self)
 
         def count(*_: object) -> None:
-            counts.taken += 1
+            if (scheduler := me()) is not None:
+                scheduler._step_taken()
 
         finalize(self, optimizer.register_step_post_hook(count).remove).atexit = False
+
+    def _step_taken(self) -> None:
+        self._counts.taken += 1
+        if not (self._counts.shows_no_calls(self.total_steps) and self._calls == 0 and self.schedule.moves):
+            return
+        if (wrapper := self.wrapper) is not None and scheduler_of(wrapper) is self:
+            warnings.warn(
+                f"the optimizer has taken {self.total_steps} steps, the total_steps of its RadiusScheduler, whose "
+                "step() was never called, so epsilon is still that of the first step; call it after every step",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _set(self) -> None:
         if not self._watches:
