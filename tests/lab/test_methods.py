@@ -93,7 +93,10 @@ DEEPER = ("preactresnet34", "preactresnet50")  # seconds more: `make test-all` h
     ],
 )
 def test_a_few_steps_lower_the_loss(method: str, network: str) -> None:
-    before, after = losses_of(method, network)
+    few = (
+        5 if network in (*LARGE, *DEEPER) else 10
+    )  # after five of MixUp's a network may still have a higher plain loss
+    before, after = losses_of(method, network, steps=few)
     assert after < before
 
 

@@ -167,6 +167,7 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         if optimizer.matching is not None:
             optimizer.matching.optimizer_was_loaded()
 
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Outside a pass this also starts a new step, whether before or after its forward pass."""
         if "_itself" not in self.__dict__:

@@ -14,7 +14,7 @@ from torch import Tensor
 from flatmin_lab.data.dataset import Split
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors have no truth value, and torch.export of torch 2.11 compares them
 class Normalisation:
     """`mean` and standard deviation `std`: a number per channel, on the data's device."""
 

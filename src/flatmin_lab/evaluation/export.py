@@ -11,6 +11,8 @@ import copy
 import io
 import json
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +102,7 @@ def _traced(model: nn.Module, x: Tensor) -> torch.export.ExportedProgram:
     """Traced by running it, and where that fixes the number of images, as `len(x)` does, by reading its bytecode."""
     for strict in (False, True):
         try:
-            with torch.no_grad(), warnings.catch_warnings():
+            with torch.no_grad(), _plain_attention(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch's own, about itself
                 shapes = ({0: torch.export.Dim("batch")},)
                 return torch.export.export(model, (x,), dynamic_shapes=shapes, strict=strict)
@@ -108,6 +110,17 @@ def _traced(model: nn.Module, x: Tensor) -> torch.export.ExportedProgram:
             if strict:
                 raise
     raise AssertionError("unreachable")
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Without the fused kernel of nn.TransformerEncoderLayer: torch 2.11 cannot trace it, and few runtimes have it."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @torch.no_grad()
