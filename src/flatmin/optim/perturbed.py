@@ -167,19 +167,24 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
         if optimizer.matching is not None:
             optimizer.matching.optimizer_was_loaded()
 
-    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Outside a pass this also starts a new step, whether before or after its forward pass."""
         if "_itself" not in self.__dict__:
             self.behind_proxy().zero_grad(set_to_none)
             return
         if not self._in_a_pass:
-            self.forget_step()
-            self.zeroed += 1
-            if self._pass_start is not None:
-                self._pass_start.zero_grad(self.devices())
-        self._set_to_none = set_to_none
+            self._begin_step(set_to_none)
+        elif set_to_none != self._set_to_none:
+            self._set_to_none = set_to_none
         self.base.zero_grad(set_to_none)
+
+    @untraced  # torch 2.11 cannot trace what it sets
+    def _begin_step(self, set_to_none: bool) -> None:
+        self.forget_step()
+        self.zeroed += 1
+        self._set_to_none = set_to_none
+        if self._pass_start is not None:
+            self._pass_start.zero_grad(self.devices())
 
     def _forward_begins(self) -> None:
         if self._pass_start is None:
