@@ -17,6 +17,7 @@ PAGES = {  # where each part is
     "cheap table": ROOT / "README.md",
     "regret table": ROOT / "docs/automatic_radius.md",
     "length table": ROOT / "docs/findings.md",
+    "wrong labels table": ROOT / "docs/findings.md",
 }
 
 

@@ -5,8 +5,8 @@
 For docs/findings.md one for each data set with runs of the paper's length, with a row for each method and protocol; for
 the README two small ones, with what AMP gains and costs, and with the best two of the cheaper modes; for
 docs/frontier.md one for each data set with what all cheaper modes keep of that gain; for docs/automatic_radius.md one
-with fixed radii beside the one that adjusts itself; and for docs/findings.md one with the modes on digits that take
-equally long. The rest is on the report's page. It replaces what is between two
+with fixed radii beside the one that adjusts itself; and for docs/findings.md two about digits, with modes that take
+equally long, and with methods tuned on wrong labels. The rest is on the report's page. It replaces what is between two
 markers in the page; with --check nothing is written, and the exit code is 1 if a page is out of date.
 """
 
@@ -19,6 +19,7 @@ from statistics import fmean
 
 import cost_table
 import page_parts
+import wrong_labels
 from flatmin_lab.data.sources.synthetic import original_name
 from flatmin_lab.methods import mean_passes
 from flatmin_lab.recipes.defaults import SMALL_DATA
@@ -179,7 +180,7 @@ def lengths(results: Path) -> str:
     runs, columns = read_all(ResultStore(results, results)), [column_named(name) for name in ("error", "nll")]
     known = [one for one in EXPERIMENTS["length"]("short").recipes if one.data == "digits" and one.name in runs]
     if not known:
-        raise ValueError(f"there are no digits of several lengths in {results}; see flatmin reproduce length")
+        raise ValueError(f"there is no run of digits of several lengths in {results}; see flatmin reproduce length")
     parts = []
     for noise in sorted({recipe.label_noise for recipe in known}):
         budgets: dict[float, list[Recipe]] = {}
@@ -220,6 +221,14 @@ def lengths(results: Path) -> str:
         f"{_all_of(every, 'hardware')}, one core; torch {_all_of(every, 'torch')}; commit {_all_of(every, 'commit')}."
     )
     return "\n\n".join([*parts, source])
+
+
+def wrong_labels_table(results: Path) -> str:
+    """The methods with settings of their own on wrong labels: the runs are in benchmarks/results."""
+    file = results.parent / "benchmarks/results" / wrong_labels.FILE.name
+    if not file.exists():
+        raise ValueError(f"there is no {file}; see benchmarks/wrong_labels.py")
+    return wrong_labels.tested(wrong_labels.read(file))
 
 
 def _against_erm(
@@ -368,6 +377,7 @@ MAKERS = {
     "cheap table": cheap,
     "regret table": radii,
     "length table": lengths,
+    "wrong labels table": wrong_labels_table,
 }
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
             After the first seed only the best three values of each method go on
     test    each method with the value of the lowest mean held-out error (of equal ones, the lowest NLL) on the whole
             training set, tested on the test images, whose labels are right
-    show    both tables in Markdown, and Welch's tests against `amp`
+    show    the tables in Markdown
 
 The network and the recipe are those of `flatmin train --data digits` (24 epochs). `mixup+amp` and `smoothing+amp` are
 AMP with that regulariser, whose own setting is the paper's, as in the laboratory. Every run is one line of a JSON file;
@@ -34,8 +34,8 @@ from flatmin_lab import methods, models
 from flatmin_lab.data import load
 from flatmin_lab.data.label_noise import add_label_noise
 from flatmin_lab.data.normalise import Normalisation
-from flatmin_lab.report.html import mean_and_std
-from flatmin_lab.report.stats import welch
+from flatmin_lab.report.html import format_p, mean_and_std
+from flatmin_lab.report.stats import holm, welch
 from flatmin_lab.system.machine import commit, hardware
 
 FILE = Path(__file__).parent / "results/wrong_labels.jsonl"
@@ -164,6 +164,10 @@ def result(stage: str, noise: float, name: str, value: float | None, seed: int) 
     return named | {key: round(float(number), 5) for key, number in numbers.items()}
 
 
+def read(file: Path) -> list[Run]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def of(runs: Iterable[Run], stage: str, noise: float, name: str) -> list[Run]:
     return [run for run in runs if (run["stage"], run["noise"], run["method"]) == (stage, noise, name)]
 
@@ -209,32 +213,32 @@ def _values(runs: Sequence[Run], one: tuple[float, str], stage: str, seed: int) 
     return best_first([run for run in runs if run["seed"] == FIRST_TUNING_SEED], *one)[:GO_ON]
 
 
-def tables(runs: Sequence[Run]) -> str:
-    return "\n\n".join([tested(runs), *(tuned(runs, noise) for noise in NOISE)])
-
-
 def tested(runs: Sequence[Run]) -> str:
-    """A row for each method: the chosen value, test numbers, and p of the error against AMP's."""
-    head = [
-        "",
-        *(text for noise in NOISE for text in (f"{noise:.0%} wrong: chosen", "error, %", "p", "NLL", "memorised, %")),
-    ]
-    rows = []
-    for name, contender in CONTENDERS.items():
-        cells = [contender.name]
-        for noise in NOISE:
-            own, amp = of(runs, "test", noise, name), of(runs, "test", noise, "amp")
-            error, nll, memorised = ([run[key] for run in own] for key in ("error", "nll", "memorised"))
-            test = welch(error, [run["error"] for run in amp])
-            cells += [
+    """A row for each method: the chosen value, test numbers, and p of the error against AMP's, by Holm's correction."""
+    head = [""]
+    cells: dict[str, list[str]] = {name: [contender.name] for name, contender in CONTENDERS.items()}
+    for noise in NOISE:
+        head += [f"{noise:.0%} wrong: chosen".replace("%", " %"), "error, %", "p", "NLL", "memorised, %"]
+        errors = {name: [run["error"] for run in of(runs, "test", noise, name)] for name in CONTENDERS}
+        tests = {name: welch(own, errors["amp"]) for name, own in errors.items() if name != "amp"}
+        p = holm({name: test.p for name, test in tests.items() if test is not None})
+        for name, contender in CONTENDERS.items():
+            own = of(runs, "test", noise, name)
+            nll, memorised = ([run[key] for run in own] for key in ("nll", "memorised"))
+            cells[name] += [
                 shown(contender, chosen(runs, noise, name)),
-                mean_and_std([100 * value for value in error], 2),
-                "" if test is None or name == "amp" else f"{test.p:.3f}",
+                mean_and_std([100 * value for value in errors[name]], 2),
+                format_p(p[name]).removeprefix("=\u00a0") if name in p else "",
                 mean_and_std(nll, 3),
                 mean_and_std([100 * value for value in memorised], 1),
             ]
-        rows.append(cells)
-    return page_parts.markdown(head, rows)
+    every = [run for run in runs if run["stage"] == "test"]
+    counts = {len(of(runs, "test", noise, name)) for noise in NOISE for name in CONTENDERS}
+    machine, torch_version, version = (
+        ", ".join(sorted({str(run[key]) for run in every})) for key in ("hardware", "torch", "commit")
+    )
+    source = f"n = {' to '.join(map(str, sorted({min(counts), max(counts)})))}; {machine}, one core; "
+    return f"{page_parts.markdown(head, list(cells.values()))}\n\n{source}torch {torch_version}; commit {version}."
 
 
 def tuned(runs: Sequence[Run], noise: float) -> str:
@@ -267,9 +271,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--file", type=Path, default=FILE)
     options = parser.parse_args()
-    runs = [json.loads(line) for line in options.file.read_text().splitlines()] if options.file.exists() else []
+    runs = read(options.file) if options.file.exists() else []
     if options.stage == "show":
-        print(tables(runs))
+        print("\n\n".join([*(tuned(runs, noise) for noise in NOISE), tested(runs)]))
         return
     torch.set_num_threads(1)
     facts = {"commit": commit(), "hardware": hardware(torch.device("cpu")), "torch": torch.__version__}

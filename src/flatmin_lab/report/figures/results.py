@@ -203,7 +203,7 @@ def over_time(title: str, points: Sequence[TimedPoint]) -> DrawnFigure:
     with styled():
         figure = Figure(figsize=(4.4, 3.1), layout="constrained")
         axes = figure.subplots()
-        modes = {point.mode: point.method for point in points}
+        modes = {point.mode: point.method for point in sorted(points, key=lambda point: len(point.mode))}
         for mode, method in modes.items():
             alike = [name for name, own in modes.items() if own == method]
             dashes = (LINE_STYLES[method][1], *LATER_DASHES)[alike.index(mode) % (1 + len(LATER_DASHES))]
