@@ -1,8 +1,7 @@
 """Wrong labels with every method's own setting chosen for them: digits, 20 or 40 % of whose training labels are wrong.
 
     tune    each method with each value of its grid on nine tenths of the training set, tested on the last tenth, which
-            has its share of wrong labels, as a user's held-out data would have; its right ones are counted beside them.
-            After the first seed only the best three values of each method go on
+            has its share of wrong labels, as a user's held-out data would have; its right ones are counted beside them
     test    each method with the value of the lowest mean held-out error (of equal ones, the lowest NLL) on the whole
             training set, tested on the test images, whose labels are right
     show    the tables in Markdown
@@ -41,7 +40,7 @@ from flatmin_lab.system.machine import commit, hardware
 FILE = Path(__file__).parent / "results/wrong_labels.jsonl"
 EPOCHS, BATCH, RATE, DECAY = 24, 50, 0.1, 1e-4
 HELD_OUT, MATCHED = 0.1, 0.6  # of the training set, and of the epochs, for AMP's automatic radius
-FIRST_TUNING_SEED, GO_ON = 100, 3
+FIRST_TUNING_SEED = 100
 NOISE = (0.2, 0.4)
 RADII = (0.12, 0.25, 0.5, 1.0, 2.0)
 RADII_BESIDE = (0.06, 0.12, 0.25, 0.5)  # of AMP with another regulariser
@@ -65,7 +64,7 @@ CONTENDERS = {
     "erm": Contender("erm", "ERM"),
     "dropout": Contender("dropout", "Dropout", "rate", (0.05, 0.1, 0.2, 0.3, 0.4, 0.5)),
     "label_smoothing": Contender("label_smoothing", "label smoothing", "smoothing", (0.1, 0.2, 0.4, 0.6, 0.8)),
-    "flooding": Contender("flooding", "flooding", "level", (0.02, 0.3, 0.6, 0.9, 1.2, 1.5)),
+    "flooding": Contender("flooding", "flooding", "level", (0.02, 0.3, 0.6, 0.9, 1.2, 1.5, 1.8)),
     "mixup": Contender("mixup", "MixUp", "alpha", (0.5, 1.0, 2.0, 4.0, 8.0)),
     "adversarial": Contender(
         "adversarial", "adversarial training", "epsilon", tuple(level / 255 for level in (1, 4, 8, 16, 32, 64))
@@ -172,45 +171,32 @@ def of(runs: Iterable[Run], stage: str, noise: float, name: str) -> list[Run]:
     return [run for run in runs if (run["stage"], run["noise"], run["method"]) == (stage, noise, name)]
 
 
-def best_first(runs: Iterable[Run], noise: float, name: str, *, labels: str = "given_") -> list[float]:
-    """The values of a grid by their mean held-out error, of equal ones by their NLL; those with most seeds first."""
+def chosen(runs: Iterable[Run], noise: float, name: str, *, labels: str = "given_") -> float | None:
+    """The value with the lowest mean held-out error, of equal ones the lowest NLL; None if there is no choice."""
     tried: dict[float, list[Run]] = {value: [] for value in CONTENDERS[name].grid}
     for run in of(runs, "tune", noise, name):
         tried[run["value"]].append(run)
-    if missing := [value for value, own in tried.items() if not own]:
-        raise ValueError(f"{name} was not tuned with {missing} at {noise}; run `tune` first")
-    return sorted(
-        tried,
-        key=lambda value: [
-            -len(tried[value]),
-            *(mean(run[labels + key] for run in tried[value]) for key in ("error", "nll")),
-        ],
-    )
-
-
-def chosen(runs: Iterable[Run], noise: float, name: str, *, labels: str = "given_") -> float | None:
-    """The best value; None if there is no choice."""
-    return next(iter(best_first(runs, noise, name, labels=labels)), None)
+    if len({len(own) for own in tried.values()}) > 1:
+        raise ValueError(f"{name} was not tuned with every value and seed at {noise}; run `tune` to its end first")
+    means = {
+        value: [mean(run[labels + key] for run in own) for key in ("error", "nll")] for value, own in tried.items()
+    }
+    return min(means, key=means.__getitem__, default=None)
 
 
 def remaining(runs: Sequence[Run], options: argparse.Namespace) -> list[tuple[float, str, float | None, int]]:
     """What is still to be trained, seed by seed, so that an interrupted machine leaves complete tables."""
     names = [(noise, name) for noise in options.noise for name in options.methods]
+    values: dict[tuple[float, str], Sequence[float | None]]
+    if options.stage == "tune":
+        first, values = FIRST_TUNING_SEED, {one: CONTENDERS[one[1]].grid for one in names}
+    else:
+        first, values = 0, {one: [chosen(runs, *one)] for one in names}
     there = {tuple(run[key] for key in ("stage", "noise", "method", "value", "seed")) for run in runs}
-    first = FIRST_TUNING_SEED if options.stage == "tune" else 0
-    for seed in range(first, first + options.seeds):
-        wanted = [(*one, value, seed) for one in names for value in _values(runs, one, options.stage, seed)]
-        if left := [one for one in wanted if (options.stage, *one) not in there]:
-            return left
-    return []
-
-
-def _values(runs: Sequence[Run], one: tuple[float, str], stage: str, seed: int) -> Sequence[float | None]:
-    if stage == "test":
-        return [chosen(runs, *one)]
-    if seed == FIRST_TUNING_SEED:
-        return CONTENDERS[one[1]].grid
-    return best_first([run for run in runs if run["seed"] == FIRST_TUNING_SEED], *one)[:GO_ON]
+    wanted = [
+        (*one, value, seed) for seed in range(first, first + options.seeds) for one in names for value in values[one]
+    ]
+    return [one for one in wanted if (options.stage, *one) not in there]
 
 
 def tested(runs: Sequence[Run]) -> str:
@@ -277,12 +263,13 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     facts = {"commit": commit(), "hardware": hardware(torch.device("cpu")), "torch": torch.__version__}
+    left = remaining(runs, options)
     with options.file.open("a") as file:
-        while left := remaining(runs, options):
-            runs.append(result(options.stage, *left[0]) | facts)
-            file.write(json.dumps(runs[-1]) + "\n")
+        for number, one in enumerate(left, 1):
+            run = result(options.stage, *one) | facts
+            file.write(json.dumps(run) + "\n")
             file.flush()
-            print(f"{len(left)} left with this seed: {runs[-1]}", flush=True)
+            print(f"{number} of {len(left)}: {run}", flush=True)
 
 
 if __name__ == "__main__":
