@@ -1,9 +1,10 @@
 """Wrong labels with every method's own setting chosen for them: digits, 20 or 40 % of whose training labels are wrong.
 
     tune    each method with each value of its grid on nine tenths of the training set, tested on the last tenth, which
-            has its share of wrong labels, as a user's held-out data would have; its right ones are counted beside them
-    test    each method with the value of the lowest mean held-out error (of equal ones, the lowest NLL) on the whole
-            training set, tested on the test images, whose labels are right
+            has its share of wrong labels, as a user's held-out data would have; its right ones are counted beside them.
+            After the first seed only a method's best three values by error and best two by NLL go on
+    test    each method with the value of the lowest mean held-out error (of equal ones, the lowest NLL; of values with
+            every seed) on the whole training set, tested on the test images, whose labels are right
     show    the tables in Markdown
 
 The network and the recipe are those of `flatmin train --data digits` (24 epochs). `mixup+amp` and `smoothing+amp` are
@@ -41,6 +42,7 @@ FILE = Path(__file__).parent / "results/wrong_labels.jsonl"
 EPOCHS, BATCH, RATE, DECAY = 24, 50, 0.1, 1e-4
 HELD_OUT, MATCHED = 0.1, 0.6  # of the training set, and of the epochs, for AMP's automatic radius
 FIRST_TUNING_SEED = 100
+GO_ON = {"error": 3, "nll": 2}  # values of a method after the first tuning seed
 NOISE = (0.2, 0.4)
 RADII = (0.12, 0.25, 0.5, 1.0, 2.0)
 RADII_BESIDE = (0.06, 0.12, 0.25, 0.5)  # of AMP with another regulariser
@@ -171,32 +173,51 @@ def of(runs: Iterable[Run], stage: str, noise: float, name: str) -> list[Run]:
     return [run for run in runs if (run["stage"], run["noise"], run["method"]) == (stage, noise, name)]
 
 
-def chosen(runs: Iterable[Run], noise: float, name: str, *, labels: str = "given_") -> float | None:
-    """The value with the lowest mean held-out error, of equal ones the lowest NLL; None if there is no choice."""
+def means_of(runs: Iterable[Run], noise: float, name: str, labels: str = "given_") -> dict[float, list[float]]:
+    """Mean held-out error and NLL of the values that were tuned with the most seeds."""
     tried: dict[float, list[Run]] = {value: [] for value in CONTENDERS[name].grid}
     for run in of(runs, "tune", noise, name):
         tried[run["value"]].append(run)
-    if len({len(own) for own in tried.values()}) > 1:
-        raise ValueError(f"{name} was not tuned with every value and seed at {noise}; run `tune` to its end first")
-    means = {
-        value: [mean(run[labels + key] for run in own) for key in ("error", "nll")] for value, own in tried.items()
+    if missing := [value for value, own in tried.items() if not own]:
+        raise ValueError(f"{name} was not tuned with {missing} at {noise}; run `tune` first")
+    most = max(map(len, tried.values()), default=0)
+    return {
+        value: [mean(run[labels + key] for run in own) for key in ("error", "nll")]
+        for value, own in tried.items()
+        if len(own) == most
     }
+
+
+def chosen(runs: Iterable[Run], noise: float, name: str, *, labels: str = "given_") -> float | None:
+    """The value with the lowest mean held-out error, of equal ones the lowest NLL; None if there is no choice."""
+    means = means_of(runs, noise, name, labels)
     return min(means, key=means.__getitem__, default=None)
+
+
+def going_on(runs: Sequence[Run], noise: float, name: str) -> list[float]:
+    """The best values of a method by the first tuning seed's held-out error or NLL."""
+    means = means_of([run for run in runs if run["seed"] == FIRST_TUNING_SEED], noise, name)
+    by_error = sorted(means, key=means.__getitem__)[: GO_ON["error"]]
+    by_nll = sorted(means, key=lambda value: means[value][1])[: GO_ON["nll"]]
+    return [value for value in CONTENDERS[name].grid if value in by_error or value in by_nll]
 
 
 def remaining(runs: Sequence[Run], options: argparse.Namespace) -> list[tuple[float, str, float | None, int]]:
     """What is still to be trained, seed by seed, so that an interrupted machine leaves complete tables."""
     names = [(noise, name) for noise in options.noise for name in options.methods]
-    values: dict[tuple[float, str], Sequence[float | None]]
-    if options.stage == "tune":
-        first, values = FIRST_TUNING_SEED, {one: CONTENDERS[one[1]].grid for one in names}
-    else:
-        first, values = 0, {one: [chosen(runs, *one)] for one in names}
     there = {tuple(run[key] for key in ("stage", "noise", "method", "value", "seed")) for run in runs}
-    wanted = [
-        (*one, value, seed) for seed in range(first, first + options.seeds) for one in names for value in values[one]
-    ]
-    return [one for one in wanted if (options.stage, *one) not in there]
+    first = FIRST_TUNING_SEED if options.stage == "tune" else 0
+    for seed in range(first, first + options.seeds):
+        wanted = [(*one, value, seed) for one in names for value in _values(runs, *one, options.stage, seed)]
+        if left := [one for one in wanted if (options.stage, *one) not in there]:
+            return left
+    return []
+
+
+def _values(runs: Sequence[Run], noise: float, name: str, stage: str, seed: int) -> Sequence[float | None]:
+    if stage == "test":
+        return [chosen(runs, noise, name)]
+    return CONTENDERS[name].grid if seed == FIRST_TUNING_SEED else going_on(runs, noise, name)
 
 
 def tested(runs: Sequence[Run]) -> str:
@@ -263,13 +284,12 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     facts = {"commit": commit(), "hardware": hardware(torch.device("cpu")), "torch": torch.__version__}
-    left = remaining(runs, options)
     with options.file.open("a") as file:
-        for number, one in enumerate(left, 1):
-            run = result(options.stage, *one) | facts
-            file.write(json.dumps(run) + "\n")
+        while left := remaining(runs, options):
+            runs.append(result(options.stage, *left[0]) | facts)
+            file.write(json.dumps(runs[-1]) + "\n")
             file.flush()
-            print(f"{number} of {len(left)}: {run}", flush=True)
+            print(f"{len(left)} left with this seed: {runs[-1]}", flush=True)
 
 
 if __name__ == "__main__":
