@@ -11,7 +11,7 @@ The network and the recipe are those of `flatmin train --data digits` (24 epochs
 AMP with that regulariser, whose own setting is the paper's, as in the laboratory. Every run is one line of a JSON file;
 those that are there already are not repeated. Tuning has other seeds than testing, so other wrong labels.
 
-    python benchmarks/wrong_labels.py tune --seeds 5 && python benchmarks/wrong_labels.py test --seeds 20
+    python benchmarks/wrong_labels.py tune --seeds 3 && python benchmarks/wrong_labels.py test --seeds 20
 """
 
 import argparse

@@ -125,7 +125,7 @@ def length(protocol: Protocol) -> Experiment:
     for noise in (0.0, 0.2):
         recipes += _budgets_on_digits(protocol, noise)
     return experiment_of(
-        "length", "error over the time of training, with the recipe of today", protocol, recipes, trials=3
+        "length", "error over the time of training", protocol, recipes, trials=3
     )
 
 
