@@ -124,9 +124,7 @@ def length(protocol: Protocol) -> Experiment:
                 recipes.append(train(method, "-".join(words), settings, epochs=number))
     for noise in (0.0, 0.2):
         recipes += _budgets_on_digits(protocol, noise)
-    return experiment_of(
-        "length", "error over the time of training", protocol, recipes, trials=3
-    )
+    return experiment_of("length", "error over the time of training", protocol, recipes, trials=3)
 
 
 def _budgets_on_digits(protocol: Protocol, noise: float) -> list[Recipe]:
