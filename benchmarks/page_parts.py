@@ -16,6 +16,8 @@ PAGES = {  # where each part is
     "frontier table": ROOT / "docs/frontier.md",
     "cheap table": ROOT / "README.md",
     "regret table": ROOT / "docs/automatic_radius.md",
+    "length table": ROOT / "docs/findings.md",
+    "wrong labels table": ROOT / "docs/findings.md",
 }
 
 

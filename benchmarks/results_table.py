@@ -5,35 +5,40 @@
 For docs/findings.md one for each data set with runs of the paper's length, with a row for each method and protocol; for
 the README two small ones, with what AMP gains and costs, and with the best two of the cheaper modes; for
 docs/frontier.md one for each data set with what all cheaper modes keep of that gain; for docs/automatic_radius.md one
-with fixed radii beside the one that adjusts itself. The rest is on the report's page. It replaces what is between two
+with fixed radii beside the one that adjusts itself; and for docs/findings.md two about digits, with modes that take
+equally long, and with methods tuned on wrong labels. The rest is on the report's page. It replaces what is between two
 markers in the page; with --check nothing is written, and the exit code is 1 if a page is out of date.
 """
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean
 
 import cost_table
 import page_parts
+import wrong_labels
 from flatmin_lab.data.sources.synthetic import original_name
+from flatmin_lab.methods import mean_passes
 from flatmin_lab.recipes.defaults import SMALL_DATA
+from flatmin_lab.recipes.experiments import EXPERIMENTS
 from flatmin_lab.recipes.experiments.experiment import RESNET, SETS, cell
 from flatmin_lab.recipes.paper_numbers import METHODS, reported
 from flatmin_lab.recipes.protocols import PAPER_LENGTH
 from flatmin_lab.recipes.recipe import Recipe
 from flatmin_lab.report.columns import Column, as_in_paper, at_best_epoch, column_named
 from flatmin_lab.report.figures.style import NAMES
-from flatmin_lab.report.html import as_printed, mean_and_std, short_fact, whole
+from flatmin_lab.report.html import as_printed, format_p, mean_and_std, short_fact, whole
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import Run, load_results
 from flatmin_lab.report.paper.deviations import TF32, of_the_data
 from flatmin_lab.report.paper.evidence import ProtocolEvidence, evidence
 from flatmin_lab.report.paper.frontier import Frontier, Kept, Mode
 from flatmin_lab.report.paper.regret import Regret, mean_regrets
-from flatmin_lab.report.paper.tables import Row, read_all
+from flatmin_lab.report.paper.tables import Row, cell_of, read_all
+from flatmin_lab.report.stats import holm, welch
 from flatmin_lab.runs.result_store import ResultStore
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -170,6 +175,86 @@ def _means(found: Sequence[Regret]) -> list[str]:
     ]
 
 
+def lengths(results: Path) -> str:
+    """Digits, by share of wrong labels: for each budget of passes the modes that use it up, tested against ERM."""
+    runs, columns = read_all(ResultStore(results, results)), [column_named(name) for name in ("error", "nll")]
+    known = [one for one in EXPERIMENTS["length"]("short").recipes if one.data == "digits" and one.name in runs]
+    if not known:
+        raise ValueError(f"there is no run of digits of several lengths in {results}; see flatmin reproduce length")
+    parts = []
+    for noise in sorted({recipe.label_noise for recipe in known}):
+        budgets: dict[float, list[Recipe]] = {}
+        for recipe in (one for one in known if one.label_noise == noise):
+            budgets.setdefault(recipe.epochs * mean_passes(recipe.method, recipe.settings), []).append(recipe)
+        cells = {
+            recipe.name: [cell_of(recipe, runs[recipe.name], column).compared for column in columns]
+            for own in budgets.values()
+            for recipe in own
+        }
+        tests = [_against_erm(budgets, cells, number) for number in range(len(columns))]
+        head = [f"digits, {whole(100 * noise)} % wrong labels" if noise else "digits", "epochs", "passes", "n"]
+        head += ["CPU time, s", *(text for column in columns for text in (column.label, "p"))]
+        rows = [
+            [
+                _mode_of_length(recipe),
+                str(recipe.epochs),
+                f"{budget:g}",
+                str(len(runs[recipe.name])),
+                _shown(_times(runs[recipe.name]), column_named("training_time")),
+                *(
+                    text
+                    for number, column in enumerate(columns)
+                    for text in (
+                        _shown(cells[recipe.name][number], column),
+                        format_p(tests[number][recipe.name]).removeprefix("=\u00a0")
+                        if recipe.name in tests[number]
+                        else "",
+                    )
+                ),
+            ]
+            for budget, own in sorted(budgets.items())
+            for recipe in own
+        ]
+        parts.append(page_parts.markdown(head, rows))
+    every = [run for recipe in known for run in runs[recipe.name]]
+    source = (
+        f"{_all_of(every, 'hardware')}, one core; torch {_all_of(every, 'torch')}; commit {_all_of(every, 'commit')}."
+    )
+    return "\n\n".join([*parts, source])
+
+
+def wrong_labels_table(results: Path) -> str:
+    """The methods with settings of their own on wrong labels: the runs are in benchmarks/results."""
+    file = results.parent / "benchmarks/results" / wrong_labels.FILE.name
+    if not file.exists():
+        raise ValueError(f"there is no {file}; see benchmarks/wrong_labels.py")
+    return wrong_labels.tested(wrong_labels.read(file))
+
+
+def _against_erm(
+    budgets: Mapping[float, Sequence[Recipe]], cells: Mapping[str, Sequence[Sequence[float]]], number: int
+) -> dict[str, float]:
+    """By name, Welch's p against ERM with as many passes, with Holm's correction over the table."""
+    found = {}
+    for own in budgets.values():
+        erm = next(recipe for recipe in own if recipe.method == "erm")
+        for recipe in (one for one in own if one is not erm):
+            test = welch(cells[recipe.name][number], cells[erm.name][number])
+            if test is not None:
+                found[recipe.name] = test.p
+    return holm(found)
+
+
+def _mode_of_length(recipe: Recipe) -> str:
+    if recipe.method == "erm":
+        return "ERM"
+    return "AMP in the last quarter, ε auto" if recipe.settings.get("start") else "AMP in all steps, ε auto"
+
+
+def _times(runs: Sequence[Run]) -> list[float]:
+    return [value for run in runs if (value := column_named("training_time").value(run)) is not None]
+
+
 def _radius(row: Row) -> float:
     return float(row.recipe.settings["epsilon"])
 
@@ -291,6 +376,8 @@ MAKERS = {
     "frontier table": frontier,
     "cheap table": cheap,
     "regret table": radii,
+    "length table": lengths,
+    "wrong labels table": wrong_labels_table,
 }
 
 if __name__ == "__main__":

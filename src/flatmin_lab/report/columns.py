@@ -136,6 +136,12 @@ def _cpu_seconds(run: Run) -> float | None:
     return float(run.result["cpu_seconds"]) if _shared_cores(run) else None
 
 
+def _training_time(run: Run) -> float | None:
+    """What a run on a CPU computed, whoever else used the cores; elsewhere the time of a run that was alone."""
+    cpu_seconds = run.result.get("cpu_seconds")
+    return _seconds(run) if cpu_seconds is None else float(cpu_seconds)
+
+
 def _passes(run: Run) -> float | None:
     """Passes of a mean step, where they stand for the time."""
     if not _shared_cores(run):
@@ -212,6 +218,7 @@ PAPER_COLUMNS = (
     Column("spectrum_largest", "largest eigenvalue", 1, _evaluated("spectrum", "largest")),
     Column("spectrum_trace", "trace", 0, _evaluated("spectrum", "trace")),
     Column("negative_curvature", "negative curvature,\u00a0%", 2, _evaluated("spectrum", "negative_curvature", 100)),
+    Column("training_time", "time,\u00a0s", 1, _training_time, compared=False),
     Column("landscape_rise", "rise of the training loss", 3, _landscape_rise),
 )
 

@@ -5,6 +5,7 @@ from dataclasses import fields
 
 import pytest
 
+from flatmin_lab.methods import mean_passes
 from flatmin_lab.recipes.experiments import EXPERIMENTS
 from flatmin_lab.recipes.protocols import NAMES, Protocol
 from flatmin_lab.recipes.recipe import Recipe
@@ -76,3 +77,14 @@ def test_no_two_rows_of_a_block_have_one_name(name: str, protocol: Protocol) -> 
     rows = fill_table(EXPERIMENTS[name](protocol), {}).rows
     repeated = [key for key, count in Counter((row.place, row.name) for row in rows).items() if count > 1]
     assert not repeated
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_on_digits_every_mode_has_a_length_for_as_many_passes(noise: float) -> None:
+    lengths: dict[float, list[str]] = {}
+    for recipe in of("length", "short", "digits"):
+        if recipe.label_noise == noise:
+            passes = recipe.epochs * mean_passes(recipe.method, recipe.settings)
+            lengths.setdefault(passes, []).append(f"{recipe.method}, start {recipe.settings.get('start', 0)}")
+    every = ["erm, start 0", "amp, start 0", "amp, start 0.75"]
+    assert lengths == {5: [every[0], every[2]], 10: every, 20: every, 40: every, 80: every}

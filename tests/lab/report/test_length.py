@@ -56,13 +56,29 @@ def test_a_point_is_of_the_runs_whose_time_counts(tmp_path: Path) -> None:
 
 
 def test_a_figure_has_the_numbers_it_shows() -> None:
-    points = [figures.TimedPoint("erm", 10, 0.5, [7.0, 7.5]), figures.TimedPoint("amp", 10, 1.0, [6.0])]
+    points = [figures.TimedPoint("erm", "ERM", 10, 0.5, [7.0, 7.5]), figures.TimedPoint("amp", "AMP", 10, 2.0, [6.0])]
     drawn = figures.over_time("CIFAR-10", points)
     assert json.loads(json.dumps(drawn.data))["points"][0] == {
         "method": "erm",
+        "mode": "ERM",
         "epochs": 10,
         "minutes": 0.5,
         "errors": [7.0, 7.5],
     }
     (axes,) = drawn.figure.axes
     assert axes.get_xscale() == "log"
+    assert axes.get_xlabel() == "minutes of training"
+
+
+def test_the_time_on_a_cpu_is_what_a_run_computed_and_every_mode_has_its_line(tmp_path: Path) -> None:
+    """However long it waited for a core, and also beside others."""
+    recipes = [recipe for recipe in EXPERIMENTS["length"]("short").recipes if recipe.data == "digits"]
+    for recipe in recipes:
+        write_result(tmp_path, recipe, 0, 0.05, seconds=900.0, cpu_seconds=1.0 * recipe.epochs, at_once=2)
+    shown = page(tmp_path)
+    assert "over the seconds of training" in shown
+    assert 'download="length-short-digits-noise-0.2.json"' in shown
+    (content,) = re.findall(r'download="length-short-digits.json" href="data:application/json;base64,([^"]*)"', shown)
+    points = json.loads(base64.b64decode(content))["points"]
+    assert {round(60 * point["minutes"]) - point["epochs"] for point in points} == {0}
+    assert {point["mode"] for point in points} == {"ERM", "AMP (ε auto)", "AMP (ε auto, start 0.75)"}

@@ -11,7 +11,15 @@ from functools import partial
 from typing import Any
 
 from flatmin_lab.methods import AUTO
-from flatmin_lab.recipes.experiments.experiment import RESNET, Experiment, Measurement, cell, experiment_of
+from flatmin_lab.recipes.experiments.experiment import (
+    RESNET,
+    Experiment,
+    Measurement,
+    cell,
+    experiment_of,
+    home_of,
+    small_fields,
+)
 from flatmin_lab.recipes.protocols import PROTOCOLS, Protocol
 from flatmin_lab.recipes.recipe import Recipe
 
@@ -32,6 +40,19 @@ LENGTHS: dict[str, tuple[float, ...]] = {
     "erm": (1 / 20, 1 / 8, 1 / 4, 1 / 2, 1, 2),
     "amp": (1 / 20, 1 / 8, 1 / 4, 1 / 2, 1),
 }  # of the protocol's
+BUDGETS = (5, 10, 20, 40, 80)  # of time, in epochs of ERM
+MODES: dict[str, tuple[float, dict[str, Any]]] = {  # passes per step, and what is set
+    "erm": (1, {"method": "erm"}),
+    "amp-auto": (2, {"method": "amp", "settings": {"epsilon": AUTO, "inner_lr": 1.0}}),
+    "amp-auto-start-0.75": (
+        1.25,
+        {
+            "method": "amp",
+            "settings": {"epsilon": AUTO, "inner_lr": 1.0, "start": 0.75},
+            "milestones": (0.5, 0.9),
+        },
+    ),
+}
 
 
 def vit(protocol: Protocol) -> Experiment:
@@ -88,7 +109,8 @@ def best(protocol: Protocol) -> Experiment:
 def length(protocol: Protocol) -> Experiment:
     """When does AMP begin to pay? The recipe of `best`, from a twentieth of the protocol's length to twice that.
 
-    The time of each run says what it costs, so these are trained one after the other: `--together 1`.
+    The time of each run says what it costs, so these are trained one after the other: `--together 1`. On digits, whose
+    runs take seconds, each mode is as long as a budget of passes allows.
     """
     recipes, epochs = [], PROTOCOLS[protocol].epochs
     for data in ("cifar10", "cifar100"):
@@ -100,9 +122,22 @@ def length(protocol: Protocol) -> Experiment:
                 words += {1.0: [], 2.0: ["twice"]}.get(share, [f"length-{share:g}"])
                 settings = {} if method == "erm" else {"epsilon": TRIED_RADIUS}
                 recipes.append(train(method, "-".join(words), settings, epochs=number))
-    return experiment_of(
-        "length", "error over the time of training, with the recipe of today", protocol, recipes, trials=3
-    )
+    for noise in (0.0, 0.2):
+        recipes += _budgets_on_digits(protocol, noise)
+    return experiment_of("length", "error over the time of training", protocol, recipes, trials=3)
+
+
+def _budgets_on_digits(protocol: Protocol, noise: float) -> list[Recipe]:
+    fields, recipes = {**small_fields("digits", protocol), "label_noise": noise}, []
+    for budget in BUDGETS[:2] if protocol == "smoke" else BUDGETS:
+        for mode, (passes, changes) in MODES.items():
+            epochs = budget / passes
+            if epochs.is_integer():
+                name = (
+                    f"{home_of(protocol)}/digits-convnet-{mode}-epochs-{epochs:g}{f'-noise-{noise}' if noise else ''}"
+                )
+                recipes.append(Recipe(**{**fields, **changes, "epochs": int(epochs), "name": name}))
+    return recipes
 
 
 def examine(protocol: Protocol) -> Experiment:

@@ -24,6 +24,8 @@ from flatmin_lab.report.figures.style import (
 DIAGRAM_TITLE_WIDTH = 20  # characters, beside the axis
 # where a mode's number may stand beside its mark, in points from it; the first place that is free is taken
 NUMBER_PLACES = ((0, 9), (0, -9), (10, 0), (-10, 0), (9, 8), (-9, 8), (9, -8), (-9, -8), (0, 18), (0, -18))
+SHORT_MINUTES = 2  # shorter training is shown in seconds
+LATER_DASHES = ((0, (4, 2)), (0, (1, 1.5)))  # of a method's further modes
 MODE_GAP = 0.025  # between modes of equal cost, which are drawn side by side around it
 
 
@@ -48,6 +50,7 @@ class TimedPoint(NamedTuple):
     """Runs of one length: how long they took on average, and their errors in per cent."""
 
     method: str
+    mode: str  # the method with its settings: a line
     epochs: int
     minutes: float
     errors: Sequence[float]
@@ -195,30 +198,32 @@ def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
 
 
 def over_time(title: str, points: Sequence[TimedPoint]) -> DrawnFigure:
-    """The error over the minutes of training, a line per method; means, with the lowest and the highest run."""
+    """The error over the time of training, a line per mode; means, with the lowest and the highest run."""
+    unit, per_minute = ("seconds", 60) if max(point.minutes for point in points) < SHORT_MINUTES else ("minutes", 1)
     with styled():
         figure = Figure(figsize=(4.4, 3.1), layout="constrained")
         axes = figure.subplots()
-        for method in dict.fromkeys(point.method for point in points):
-            _timed_line(axes, [point for point in points if point.method == method])
-        axes.set(xscale="log", xlabel="minutes of training", ylabel="test error, %", title=title)
+        modes = {point.mode: point.method for point in sorted(points, key=lambda point: len(point.mode))}
+        for mode, method in modes.items():
+            alike = [name for name, own in modes.items() if own == method]
+            dashes = (LINE_STYLES[method][1], *LATER_DASHES)[alike.index(mode) % (1 + len(LATER_DASHES))]
+            _timed_line(axes, [point for point in points if point.mode == mode], dashes, per_minute)
+        axes.set(xscale="log", xlabel=f"{unit} of training", ylabel="test error, %", title=title)
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.margins(0.08, 0.12)
         axes.legend()
     data = {"points": [point._asdict() for point in points]}
-    return DrawnFigure(figure, data, f"{title}: test error over the minutes of training; the numbers are epochs")
+    return DrawnFigure(figure, data, f"{title}: test error over the {unit} of training; the numbers are epochs")
 
 
-def _timed_line(axes: Axes, points: Sequence[TimedPoint]) -> None:
+def _timed_line(axes: Axes, points: Sequence[TimedPoint], dashes: Any, per_minute: int) -> None:
     """Its epochs stand above it for ERM, and below it for others."""
-    method = points[0].method
-    colour, dashes = LINE_STYLES[method]
-    own = sorted((point.minutes, mean(point.errors), point) for point in points)
-    axes.plot(
-        [x for x, _, _ in own], [y for _, y, _ in own], marker="o", ms=4, c=colour, ls=dashes, label=NAMES[method]
-    )
+    method, mode, *_ = points[0]
+    colour = LINE_STYLES[method][0]
+    own = sorted((per_minute * point.minutes, mean(point.errors), point) for point in points)
+    axes.plot([x for x, _, _ in own], [y for _, y, _ in own], marker="o", ms=4, c=colour, ls=dashes, label=mode)
     for x, y, point in own:
         axes.plot([x, x], [min(point.errors), max(point.errors)], color=colour, lw=1.2, alpha=0.6)
         above = method == "erm"

@@ -20,7 +20,7 @@ from flatmin_lab.report.columns import COLUMNS, Column, column_named
 from flatmin_lab.report.comparison import Group, Row, groups_of, titles_of
 from flatmin_lab.report.figures import decision_boundary
 from flatmin_lab.report.figures.style import DrawnFigure, legend_sample, svg
-from flatmin_lab.report.html import data_link, format_p, pool_bins, render, short_fact
+from flatmin_lab.report.html import data_link, format_p, pool_bins, render, short_fact, whole
 from flatmin_lab.report.labels import TITLES
 from flatmin_lab.report.loader import LoadedResults, Run
 from flatmin_lab.report.pages import confidence, landscape, spectrum, summary_text, tuning
@@ -127,25 +127,27 @@ def _frontier_figures(found: Evidence | None) -> dict[tuple[str, str], PageFigur
 
 
 def _length_figures(found: Evidence | None) -> dict[str, list[PageFigure]]:
-    """By protocol, one for each data set: the error over the time of training, of runs that had their device alone."""
+    """By protocol, one for each data set and share of wrong labels: the error over the time of training."""
     drawn: dict[str, list[PageFigure]] = {}
     for protocol in found.protocols if found else ():
         rows = [row for table in protocol.tables if table.experiment.name == "length" for row in table.trained]
-        for data in dict.fromkeys(row.data for row in rows):
-            if points := [point for row in rows if row.data == data and (point := _timed_point(row))]:
-                file = f"length-{protocol.name}-{data}"
-                drawn.setdefault(protocol.name, []).append(page_figure(figures.over_time(TITLES[data], points), file))
+        for data, noise in dict.fromkeys((row.data, row.place.label_noise) for row in rows):
+            own = [row for row in rows if (row.data, row.place.label_noise) == (data, noise)]
+            if points := [point for row in own if (point := _timed_point(row))]:
+                title = f"{TITLES[data]}, {whole(100 * noise)} % wrong labels" if noise else TITLES[data]
+                file = f"length-{protocol.name}-{data}{f'-noise-{noise}' if noise else ''}"
+                drawn.setdefault(protocol.name, []).append(page_figure(figures.over_time(title, points), file))
     return drawn
 
 
 def _timed_point(row: TableRow) -> figures.TimedPoint | None:
-    """The runs that had their device to themselves; None if there are none."""
-    seconds, error = column_named("seconds"), column_named("error")
+    """The runs whose time counts; None if there are none."""
+    seconds, error = column_named("training_time"), column_named("error")
     timed = [run for run in row.runs if seconds.value(run) is not None]
     if not timed:
         return None
     times, errors = ([value for run in timed if (value := one.value(run)) is not None] for one in (seconds, error))
-    return figures.TimedPoint(row.recipe.method, row.recipe.epochs, mean(times) / 60, errors)
+    return figures.TimedPoint(row.recipe.method, row.mode, row.recipe.epochs, mean(times) / 60, errors)
 
 
 def _all_facts(found: LoadedResults) -> list[Mapping[str, Any]]:

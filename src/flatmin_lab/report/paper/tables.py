@@ -39,7 +39,7 @@ COLUMNS = {
     "landscape": ("landscape_rise",),
     "adversary": ("error", "nll", "fgsm_normalised", "pgd_normalised"),
     "flatness": ("worst_case_loss", "rise", "worst_at_half", "eigenvalue", "trace", "batch_rise", "batch_rise_test"),
-    "length": ("error", "nll", "ece", "seconds"),
+    "length": ("error", "nll", "ece", "training_time"),
     "temperature": ("nll_scaled", "ece_scaled", "temperature"),
     "examine": ("aurc", "fpr95_svhn", "fpr95_cifar", "spectrum_largest", "spectrum_trace", "negative_curvature"),
 }
@@ -125,11 +125,22 @@ class Row:
     @property
     def name(self) -> str:
         """The method, and how it differs from the paper's."""
-        protocol, settings = self.recipe.protocol, self.recipe.settings
-        own = [f"{key} {settings[key]}" for key in settings if protocol == OWN and key not in USUAL_SETTINGS]
         if self.at_best_epoch:
             return "at the best test epoch"
-        apart = ", ".join(filter(None, [self.variant, *protocol.exceptions, *own]))
+        return self._with([self.variant, *self.recipe.protocol.exceptions, *self._own_settings])
+
+    @property
+    def mode(self) -> str:
+        """The method with its own settings, which rows of several lengths share."""
+        return self._with(self._own_settings)
+
+    @property
+    def _own_settings(self) -> list[str]:
+        settings = self.recipe.settings if self.recipe.protocol == OWN else {}
+        return [f"{key} {value}" for key, value in settings.items() if key not in USUAL_SETTINGS]
+
+    def _with(self, differences: Iterable[str]) -> str:
+        apart = ", ".join(filter(None, differences))
         for name, sign in SIGNS.items():
             apart = apart.replace(name, sign)
         return f"{NAMES[self.recipe.method]}{f' ({apart})' if apart else ''}"
