@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 INTEGRATIONS := .venv-integrations
+OTHER_TORCH := .venv-torch-$(TORCH)
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo --constraint constraints/cpu.txt)
 # `make demo TORCH_INDEX=ADDRESS` looks for torch at that package index too: PyTorch's own for CPUs, whose builds are smaller
 # by gigabytes than those that pip finds for Linux by itself. pip takes the +cpu build of a version before the plain one.
@@ -11,7 +12,7 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # warnings are errors, but for torch's own about numpy, which is not there
 STRICTLY := -W error -W 'ignore:Failed to initialize NumPy'
 
-.PHONY: demo test test-all fingerprint test-integrations dist check docs format bench report clean
+.PHONY: demo test test-all test-torch fingerprint test-integrations dist check docs format bench report clean
 
 demo: $(READY)
 	$(BIN)/flatmin demo
@@ -25,6 +26,13 @@ test: $(READY)
 # The full product of every law's cases, of which `make test` runs every pair of values. For a release, and on a GPU.
 test-all: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile -m ""
+
+# The tests with another version of torch, in an environment of its own: `make test-torch TORCH=2.11.0`. Before a release,
+# with the oldest version that is supported and the newest there is. Without a package index that has CPU builds, each takes
+# gigabytes.
+test-torch: export PYTHONDONTWRITEBYTECODE :=
+test-torch: $(OTHER_TORCH)/.ready
+	$(OTHER_TORCH)/bin/python -m pytest --numprocesses auto --dist loadfile
 
 # What is computed, in 500 checksums: the first call records them, later ones name those that changed. For refactors.
 fingerprint: $(READY)
@@ -85,12 +93,14 @@ report: $(READY)
 	$(BIN)/python benchmarks/results_table.py
 
 clean:
-	rm -rf .venv $(INTEGRATIONS) build dist out site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv $(INTEGRATIONS) .venv-torch-* build dist out site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # .venv/.ready has the tools, .venv-integrations/.ready the trainers as well
 .venv/.ready: EXTRA := dev
 $(INTEGRATIONS)/.ready: EXTRA := integrations
-.venv/.ready $(INTEGRATIONS)/.ready: pyproject.toml constraints/cpu.txt
+$(OTHER_TORCH)/.ready: EXTRA := dev
+$(OTHER_TORCH)/.ready: CONSTRAINTS = "torch==$(or $(TORCH),$(error name a version of torch, as in `make test-torch TORCH=2.11.0`))"
+.venv/.ready $(INTEGRATIONS)/.ready $(OTHER_TORCH)/.ready: pyproject.toml constraints/cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit("flatmin needs Python 3.10 or newer, got " + sys.version.split()[0] + "; name one with `make PYTHON=python3.12`" if sys.version_info < (3, 10) else 0)'
 	@echo 'installing into $(@D), this once: a few minutes'
 	@$(PYTHON) -m venv $(@D)

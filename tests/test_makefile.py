@@ -36,6 +36,21 @@ def test_an_index_for_torch_is_asked_beside_the_usual_one(project: Path, target:
     assert f"--extra-index-url {INDEX}" in install
 
 
+def test_another_torch_has_an_environment_of_its_own(project: Path) -> None:
+    lines = dry_run(project, "test-torch", "TORCH=2.11.0").splitlines()
+    (install,) = [line for line in lines if "pip" in line]
+    assert install.startswith(".venv-torch-2.11.0/bin/python -m pip install")
+    assert '"torch==2.11.0"' in install
+    assert "constraints" not in install
+    assert lines[-1].startswith(".venv-torch-2.11.0/bin/python -m pytest")
+
+
+def test_another_torch_must_be_named(project: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        dry_run(project, "test-torch")
+    assert "name a version of torch, as in `make test-torch TORCH=2.11.0`" in caught.value.stderr
+
+
 def test_it_says_that_it_installs_and_only_when_it_does(project: Path) -> None:
     assert "installing into .venv" in dry_run(project, "demo")
     (project / ".venv").mkdir()
