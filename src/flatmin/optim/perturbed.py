@@ -173,16 +173,14 @@ class PerturbedOptimizer(OptimizerWrapper, ABC):
             self.behind_proxy().zero_grad(set_to_none)
             return
         if not self._in_a_pass:
-            self._begin_step(set_to_none)
-        elif set_to_none != self._set_to_none:
-            self._set_to_none = set_to_none
+            self._begin_step()
+        self._set_to_none = set_to_none
         self.base.zero_grad(set_to_none)
 
     @untraced  # torch 2.11 cannot trace what it sets
-    def _begin_step(self, set_to_none: bool) -> None:
+    def _begin_step(self) -> None:
         self.forget_step()
         self.zeroed += 1
-        self._set_to_none = set_to_none
         if self._pass_start is not None:
             self._pass_start.zero_grad(self.devices())
 

@@ -525,7 +525,9 @@ def test_gradients_may_be_those_of_torch_func(form: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at the loss's
-@pytest.mark.parametrize("form", ["a loop with a closure", "a loop with a block", "step itself"])
+@pytest.mark.parametrize(
+    "form", ["a loop with a closure", "a loop with a block", "a loop that zeroes in its block", "step itself"]
+)
 @pytest.mark.parametrize("with_model", [True, False])
 def test_inside_torch_compile_it_is_the_same_step(form: str, with_model: bool) -> None:
     def training(*, is_compiled: bool) -> Setup:
@@ -536,9 +538,18 @@ def test_inside_torch_compile_it_is_the_same_step(form: str, with_model: bool) -
         def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
             return torch.compile(function, backend="eager") if is_compiled else function
 
+        def zeroes_in_block() -> None:
+            optimizer.zero_grad()
+            case.loss().backward()
+            with optimizer.perturbed():
+                optimizer.zero_grad()
+                case.loss().backward()
+            optimizer.step()
+
         steps: dict[str, Callable[..., Any]] = {
             "a loop with a closure": compiled(lambda: optimizer.step(case.closure(optimizer))),
             "a loop with a block": compiled(lambda: case.step_in_blocks(optimizer)),
+            "a loop that zeroes in its block": compiled(zeroes_in_block),
             "step itself": partial(compiled(optimizer.step), case.closure(optimizer)),
         }
         for _ in range(3):
